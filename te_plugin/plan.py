@@ -1,0 +1,248 @@
+"""One plan decides everything about a kernel launch.
+
+A `Problem` states the static facts of a call, a `Target` the machine it is for. Every op registers its kernels; a kernel says
+through `supports()` whether it can run a problem on a target, and through `buffers()` which scratch it needs. `plan()` picks one
+kernel and records why every other one was rejected. The probe (`explain`) and the launch read the same `Plan`, so they cannot
+disagree, and the caller allocates exactly what `Plan.buffers` says.
+
+This file imports no framework and needs no GPU: planning for a machine that is not there is a supported use.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+ARCHITECTURES = ("cpu", "sm90", "sm100", "gfx942", "gfx950")
+FRAMEWORKS = ("torch", "jax")
+FALLBACK_MODES = ("error", "warn", "allow")
+
+
+class PlanError(ValueError):
+    """No kernel can run what was asked. The message lists every kernel asked and its reason."""
+
+
+class Problem(Protocol):
+    """The static facts of a call: a frozen, hashable dataclass with the name of its op."""
+
+    op: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a kernel will run: device architecture, and the framework that calls it (None: any framework will do)."""
+
+    arch: str
+    framework: str | None = None
+
+    def __post_init__(self):
+        if self.arch not in ARCHITECTURES:
+            raise PlanError(f"unknown target {self.arch!r}; known targets: {', '.join(ARCHITECTURES)}")
+        if self.framework is not None and self.framework not in FRAMEWORKS:
+            raise PlanError(f"unknown framework {self.framework!r}; known frameworks: {', '.join(FRAMEWORKS)}")
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.arch != "cpu"
+
+
+@dataclass(frozen=True)
+class Supported:
+    """The kernel can run the problem. `note` is what a reader of `explain` should know (for example: emulated)."""
+
+    note: str = ""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """The kernel cannot run the problem, for one stated reason."""
+
+    reason: str
+
+    def __bool__(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """Scratch memory that the chosen kernel needs. Layout is the kernel's decision; the caller only allocates.
+
+    stage: "forward" or "backward". shape and strides are in elements; strides may hold 0 (broadcast in the kernel's own
+    addressing, never in the allocation). zeroed: the caller must fill it with zeros before the launch.
+    """
+
+    name: str
+    stage: str
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...] | None = None
+    zeroed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count * DTYPE_BYTES[self.dtype]
+
+
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "int64": 8, "int32": 4, "bf16": 2, "fp16": 2, "e4m3": 1, "e5m2": 1,
+               "e4m3_fnuz": 1, "e5m2_fnuz": 1, "uint8": 1}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel is data: where it lives, what it can run, what it needs.
+
+    entry_points maps a stage ("forward", "backward", ...) to the function exported by the compiled library `library` ("cpu",
+    "sm90"); for a kernel that exists in one framework only, `library` is None and the framework's layer knows the name.
+    attributes(problem) are the static scalars passed after the tensors.
+    composite: written in framework maths, last in the order, and a fallback on a GPU.
+    """
+
+    name: str
+    op: str
+    supports: Callable[[Any, Target], Supported | Unsupported]
+    library: str | None = None
+    entry_points: Mapping[str, str] = field(default_factory=dict)
+    buffers: Callable[[Any], tuple[BufferSpec, ...]] = lambda problem: ()
+    attributes: Callable[[Any], tuple[int | float, ...]] = lambda problem: ()
+    composite: bool = False
+    describe_layout: Callable[[Any], str] = lambda problem: ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decision for one problem on one target: the kernel, its scratch, and why the others were not taken."""
+
+    problem: Any
+    target: Target
+    kernel: Kernel
+    buffers: tuple[BufferSpec, ...]
+    attributes: tuple[int | float, ...]
+    note: str
+    rejected: tuple[tuple[str, str], ...]
+    is_fallback: bool
+
+    def buffers_of(self, stage: str) -> tuple[BufferSpec, ...]:
+        return tuple(spec for spec in self.buffers if spec.stage == stage)
+
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(spec.nbytes for spec in self.buffers)
+
+    def explain(self) -> str:
+        """A few lines for people: the choice, the scratch, every rejected kernel with its reason."""
+        lines = [f"{self.problem.op}: {self.kernel.name} on {self.target.arch}" + (f" ({self.note})" if self.note else "")]
+        if layout := self.kernel.describe_layout(self.problem):
+            lines.append(f"  layout {layout}")
+        for spec in self.buffers:
+            lines.append(f"  scratch {spec.stage}/{spec.name} {list(spec.shape)} {spec.dtype} strides {spec.strides} "
+                         f"{spec.nbytes} bytes{' zeroed' if spec.zeroed else ''}")
+        lines += [f"  rejected {name}: {reason}" for name, reason in self.rejected]
+        return "\n".join(lines)
+
+
+_registry: dict[str, list[Kernel]] = {}
+
+
+def register(kernel: Kernel) -> Kernel:
+    """Add a kernel to its op, behind those registered before it; composite kernels stay last. Names are unique per op."""
+    kernels = _registry.setdefault(kernel.op, [])
+    if any(other.name == kernel.name for other in kernels):
+        raise ValueError(f"kernel {kernel.name!r} of op {kernel.op!r} is registered already")
+    kernels.append(kernel)
+    kernels.sort(key=lambda k: k.composite)
+    plan_cached.cache_clear()
+    return kernel
+
+
+def registered(op: str) -> tuple[Kernel, ...]:
+    """Every kernel of an op, in the order in which `auto` asks them."""
+    import te_plugin.ops  # noqa: F401  (registers the kernels)
+
+    return tuple(_registry.get(op, ()))
+
+
+def ops() -> tuple[str, ...]:
+    import te_plugin.ops  # noqa: F401
+
+    return tuple(_registry)
+
+
+def plan(problem: Problem, target: Target | str = "auto", kernel: str = "auto", fallback: str = "error") -> Plan:
+    """Choose the kernel for a problem.
+
+    target: a Target, an architecture name, or "auto" (this machine: sm90 when a Hopper GPU is visible, else cpu).
+    kernel: "auto" asks every kernel in order; a name asks that one alone, and its reason is the error.
+    fallback: what a composite kernel on a GPU means: "error" refuses, "warn" warns once a problem, "allow" takes it.
+    Raises PlanError when nothing can run it; the message lists what was asked and why not.
+    """
+    if fallback not in FALLBACK_MODES:
+        raise PlanError(f"fallback={fallback!r} is not one of {', '.join(FALLBACK_MODES)}")
+    if target == "auto":
+        target = detect_target()
+    elif isinstance(target, str):
+        target = Target(target)
+    return plan_cached(problem, target, kernel, fallback)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_cached(problem, target: Target, kernel: str, fallback: str) -> Plan:
+    candidates = registered(problem.op)
+    if kernel != "auto":
+        named = [k for k in candidates if k.name == kernel]
+        if not named:
+            raise PlanError(f"{problem.op}: no kernel is named {kernel!r}; known kernels: "
+                            f"{', '.join(k.name for k in candidates) or 'none'}")
+        verdict = named[0].supports(problem, target)
+        if not verdict:
+            raise PlanError(f"{problem.op}: kernel {kernel!r} cannot run this on {target.arch}: {verdict.reason}. "
+                            f"Asked: {problem}. Use kernel=auto, or change what the reason names.")
+        return _build(problem, target, named[0], verdict, rejected=())
+    chosen, verdict, rejected = None, None, []
+    for candidate in candidates:
+        answer = candidate.supports(problem, target)
+        if not answer:
+            rejected.append((candidate.name, answer.reason))
+        elif chosen is not None:
+            rejected.append((candidate.name, f"{chosen.name} comes first"))
+        elif candidate.composite and target.is_gpu and fallback == "error":
+            rejected.append((candidate.name, "framework maths is a fallback on a GPU and fallback=error"))
+        else:
+            chosen, verdict = candidate, answer
+    if chosen is None:
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in rejected) or "\n  (no kernel is registered)"
+        raise PlanError(f"{problem.op}: no kernel can run this on {target.arch}. Asked: {problem}. Kernels:{reasons}\n"
+                        f"Change what a reason names, or set fallback=allow to accept framework maths.")
+    made = _build(problem, target, chosen, verdict, tuple(rejected))
+    if made.is_fallback and fallback == "warn":
+        import warnings
+
+        warnings.warn(f"{problem.op}: falling back to {chosen.name} on {target.arch}", stacklevel=3)
+    return made
+
+
+def _build(problem, target, kernel, verdict, rejected) -> Plan:
+    return Plan(problem=problem, target=target, kernel=kernel, buffers=kernel.buffers(problem),
+                attributes=kernel.attributes(problem), note=verdict.note, rejected=tuple(rejected),
+                is_fallback=kernel.composite and target.is_gpu)
+
+
+def detect_target() -> Target:
+    """The architecture of this machine's first GPU if a framework that is already imported sees one, else cpu."""
+    import sys
+
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        arch = {9: "sm90", 10: "sm100"}.get(major)
+        if arch is None:
+            raise PlanError(f"the GPU has compute capability {major}.{minor}; supported: 9.0 (sm90), 10.0 (sm100)")
+        return Target(arch)
+    return Target("cpu")
