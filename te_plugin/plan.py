@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from te_plugin import ffi
+
 ARCHITECTURES = ("cpu", "sm90", "sm100", "gfx942", "gfx950")
 FRAMEWORKS = ("torch", "jax")
 FALLBACK_MODES = ("error", "warn", "allow")
@@ -32,10 +34,15 @@ class Problem(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """Where a kernel will run: device architecture, and the framework that calls it (None: any framework will do)."""
+    """Where a kernel will run: device architecture, and the framework that calls it (None: any framework will do).
+
+    local: the launch happens on this machine, so a kernel whose library is not built here is rejected. Planning for a machine
+    that is not there leaves it False.
+    """
 
     arch: str
     framework: str | None = None
+    local: bool = False
 
     def __post_init__(self):
         if self.arch not in ARCHITECTURES:
@@ -200,14 +207,14 @@ def plan_cached(problem, target: Target, kernel: str, fallback: str) -> Plan:
         if not named:
             raise PlanError(f"{problem.op}: no kernel is named {kernel!r}; known kernels: "
                             f"{', '.join(k.name for k in candidates) or 'none'}")
-        verdict = named[0].supports(problem, target)
+        verdict = _verdict(named[0], problem, target)
         if not verdict:
             raise PlanError(f"{problem.op}: kernel {kernel!r} cannot run this on {target.arch}: {verdict.reason}. "
                             f"Asked: {problem}. Use kernel=auto, or change what the reason names.")
         return _build(problem, target, named[0], verdict, rejected=())
     chosen, verdict, rejected = None, None, []
     for candidate in candidates:
-        answer = candidate.supports(problem, target)
+        answer = _verdict(candidate, problem, target)
         if not answer:
             rejected.append((candidate.name, answer.reason))
         elif chosen is not None:
@@ -228,6 +235,16 @@ def plan_cached(problem, target: Target, kernel: str, fallback: str) -> Plan:
     return made
 
 
+def _verdict(kernel: Kernel, problem, target: Target) -> Supported | Unsupported:
+    answer = kernel.supports(problem, target)
+    if answer and target.local and kernel.library:
+        missing = [name for name in kernel.entry_points.values() if not ffi.exports(kernel.library, name)]
+        if missing:
+            return Unsupported(f"library {kernel.library!r} on this machine does not export {', '.join(missing)}; "
+                               f"build it (make {kernel.library})")
+    return answer
+
+
 def _build(problem, target, kernel, verdict, rejected) -> Plan:
     return Plan(problem=problem, target=target, kernel=kernel, buffers=kernel.buffers(problem),
                 attributes=kernel.attributes(problem), note=verdict.note, rejected=tuple(rejected),
@@ -244,5 +261,5 @@ def detect_target() -> Target:
         arch = {9: "sm90", 10: "sm100"}.get(major)
         if arch is None:
             raise PlanError(f"the GPU has compute capability {major}.{minor}; supported: 9.0 (sm90), 10.0 (sm100)")
-        return Target(arch)
-    return Target("cpu")
+        return Target(arch, framework="torch", local=True)
+    return Target("cpu", local=True)

@@ -1,0 +1,23 @@
+"""The SwiGLU kernels."""
+
+from __future__ import annotations
+
+from te_plugin.ops.checks import FLOAT_DTYPES, first_reason, wrong_arch, wrong_dtype
+from te_plugin.ops.activation.problem import ActivationProblem
+from te_plugin.plan import Kernel, Supported, Target, Unsupported, register
+
+
+def _cpu_supports(problem: ActivationProblem, target: Target) -> Supported | Unsupported:
+    reason = first_reason(wrong_arch(target, "cpu"), wrong_dtype(problem.dtype, *FLOAT_DTYPES))
+    return Unsupported(reason) if reason else Supported()
+
+
+CPU = register(Kernel(name="cpu", op="activation", supports=_cpu_supports, library="cpu",
+                      entry_points={"forward": "swiglu_forward", "backward": "swiglu_backward"}))
+
+
+def _composite_supports(problem: ActivationProblem, target: Target) -> Supported | Unsupported:
+    return Supported("framework maths")
+
+
+COMPOSITE = register(Kernel(name="composite", op="activation", supports=_composite_supports, composite=True))

@@ -1,0 +1,86 @@
+"""The attention kernels, in the order in which `auto` asks them."""
+
+from __future__ import annotations
+
+from te_plugin.ops.attention.problem import DQ_CODE, MASK_CODE, AttentionProblem
+from te_plugin.ops.checks import FLOAT_DTYPES, first_reason, wrong_arch, wrong_dtype
+from te_plugin.plan import BufferSpec, Kernel, Supported, Target, Unsupported, register
+
+MAX_HEAD_DIM = 256
+PADDED_HEAD_DIM = 128
+ROW_MULTIPLE = 16
+
+
+def dq_buffers(problem: AttentionProblem, splits: int = 1) -> tuple[BufferSpec, ...]:
+    """The dQ accumulator of a kernel that adds partial dQ in memory.
+
+    fp32: packed (splits, H, total_q, D); a row's place is its row in the pack, so segments need no stride of their own.
+    bf16: per segment, padded: (splits, N, H, P, 128) with P = capacity of one segment rounded up to 16.
+    Handing the first layout to a kernel that expects the second writes every segment into slot 0: only the kernel that will
+    run may choose, which is why this is called from Kernel.buffers and nowhere else.
+    """
+    if not problem.needs_backward:
+        return ()
+    heads, rows = problem.heads, problem.tokens_q
+    if problem.dq_accumulation == "fp32":
+        shape = (splits, heads, rows, problem.head_dim)
+        strides = (heads * rows * problem.head_dim, rows * problem.head_dim, problem.head_dim, 1)
+        return (BufferSpec("dq_acc", "backward", shape, "fp32", strides, zeroed=True),)
+    capacity = problem.segment_capacity if problem.segment_capacity is not None else rows
+    padded = -(-capacity // ROW_MULTIPLE) * ROW_MULTIPLE
+    shape = (splits, problem.segments, heads, padded, PADDED_HEAD_DIM)
+    strides = (problem.segments * heads * padded * PADDED_HEAD_DIM, heads * padded * PADDED_HEAD_DIM,
+               padded * PADDED_HEAD_DIM, PADDED_HEAD_DIM, 1)
+    return (BufferSpec("dq_acc", "backward", shape, "bf16", strides, zeroed=True),)
+
+
+def attributes(problem: AttentionProblem) -> tuple[int | float, ...]:
+    """mask code, window left, window right, softmax scale; the backward takes the dQ layout's code after them."""
+    return (MASK_CODE[problem.mask], *problem.window, problem.scale, DQ_CODE[problem.dq_accumulation])
+
+
+def describe_layout(problem: AttentionProblem) -> str:
+    layout = "packed (splits,H,T,D) fp32" if problem.dq_accumulation == "fp32" else "per segment (splits,N,H,P,128) bf16"
+    return f"q,k,v [T,H,D] THD; dQ accumulator {layout}" if problem.needs_backward else "q,k,v [T,H,D] THD"
+
+
+def _cpu_supports(problem: AttentionProblem, target: Target) -> Supported | Unsupported:
+    reason = first_reason(
+        wrong_arch(target, "cpu"),
+        wrong_dtype(problem.dtype, *FLOAT_DTYPES),
+        f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}" if problem.head_dim > MAX_HEAD_DIM else None,
+        "computes in the dtype of the tensors, not in FP8" if problem.precision == "fp8" else None,
+        _bf16_dq_reason(problem),
+    )
+    return Unsupported(reason) if reason else Supported()
+
+
+def _bf16_dq_reason(problem: AttentionProblem) -> str | None:
+    if problem.dq_accumulation == "bf16" and problem.needs_backward and problem.head_dim > PADDED_HEAD_DIM:
+        return f"dq_accumulation=bf16 holds rows of {PADDED_HEAD_DIM}, head_dim is {problem.head_dim}; use fp32"
+    return None
+
+
+CPU = register(Kernel(
+    name="cpu",
+    op="attention",
+    supports=_cpu_supports,
+    library="cpu",
+    entry_points={"forward": "attention_forward", "backward": "attention_backward"},
+    buffers=dq_buffers,
+    attributes=attributes,
+    describe_layout=describe_layout,
+))
+
+
+def _composite_supports(problem: AttentionProblem, target: Target) -> Supported | Unsupported:
+    reason = first_reason(
+        wrong_dtype(problem.dtype, *FLOAT_DTYPES),
+        "computes in the dtype of the tensors, not in FP8" if problem.precision == "fp8" else None,
+        "keeps no dQ accumulator, so it cannot accumulate dQ in bf16" if problem.dq_accumulation == "bf16" else None,
+    )
+    return Unsupported(reason) if reason else Supported("framework maths, the whole T x T score matrix per head")
+
+
+COMPOSITE = register(Kernel(name="composite", op="attention", supports=_composite_supports, attributes=attributes,
+                            composite=True, describe_layout=describe_layout))

@@ -1,0 +1,36 @@
+"""The quantisation kernels."""
+
+from __future__ import annotations
+
+from te_plugin import numerics
+from te_plugin.ops.checks import FLOAT_DTYPES, first_reason, wrong_arch, wrong_dtype
+from te_plugin.ops.quantize.problem import QuantizeProblem
+from te_plugin.plan import Kernel, Supported, Target, Unsupported, register
+
+
+def attributes(problem: QuantizeProblem) -> tuple[int, ...]:
+    code = numerics.FORMATS[problem.format].code
+    if problem.delayed:
+        return (code,)
+    return (numerics.GRANULARITY_CODE[problem.granularity], code, int(problem.pow2_scale))
+
+
+def _cpu_supports(problem: QuantizeProblem, target: Target) -> Supported | Unsupported:
+    reason = first_reason(wrong_arch(target, "cpu"), wrong_dtype(problem.dtype, *FLOAT_DTYPES))
+    return Unsupported(reason) if reason else Supported()
+
+
+CPU = register(Kernel(
+    name="cpu",
+    op="quantize",
+    supports=_cpu_supports,
+    library="cpu",
+    entry_points={
+        "plain": "quantize",
+        "transpose": "quantize_transpose",
+        "given": "quantize_with_scale",
+        "given_transpose": "quantize_with_scale_transpose",
+        "dequantize": "dequantize",
+    },
+    attributes=attributes,
+))

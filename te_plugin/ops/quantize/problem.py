@@ -1,0 +1,53 @@
+"""The static facts of one quantisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from te_plugin import numerics
+
+
+@dataclass(frozen=True)
+class QuantizeProblem:
+    """x[rows, columns] of `dtype` -> FP8 `format` with scales per `granularity`.
+
+    transpose: the transposed copy is written from the same read. delayed: the scale is given, not computed.
+    """
+
+    op: ClassVar[str] = "quantize"
+
+    rows: int
+    columns: int
+    dtype: str = "bf16"
+    format: str = "e4m3"
+    granularity: str = "tensor"
+    pow2_scale: bool = False
+    transpose: bool = False
+    delayed: bool = False
+
+    def __post_init__(self):
+        if self.format not in numerics.FORMATS:
+            raise ValueError(f"FP8 format {self.format!r} is not one of {', '.join(numerics.FORMATS)}")
+        if self.granularity not in numerics.GRANULARITIES:
+            raise ValueError(f"granularity {self.granularity!r} is not one of {', '.join(numerics.GRANULARITIES)}")
+        if self.delayed and self.granularity != "tensor":
+            raise ValueError(f"a given scale is per tensor; granularity is {self.granularity!r}")
+
+    def scale_shape(self) -> tuple[int, ...]:
+        """Shape of scale_inv of the row-major copy (uint8 exponents for mx, else fp32)."""
+        return scale_shape(self.rows, self.columns, self.granularity)
+
+    def transposed_scale_shape(self) -> tuple[int, ...]:
+        return scale_shape(self.columns, self.rows, self.granularity)
+
+
+def scale_shape(rows: int, columns: int, granularity: str) -> tuple[int, ...]:
+    up = lambda n, block: -(-n // block)  # noqa: E731
+    return {
+        "tensor": (1,),
+        "row": (rows,),
+        "block_1x128": (rows, up(columns, numerics.BLOCK)),
+        "block_128x128": (up(rows, numerics.BLOCK), up(columns, numerics.BLOCK)),
+        "mx": (rows, up(columns, numerics.MX_BLOCK)),
+    }[granularity]

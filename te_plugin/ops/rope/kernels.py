@@ -1,0 +1,23 @@
+"""The rotary embedding kernels."""
+
+from __future__ import annotations
+
+from te_plugin.ops.checks import FLOAT_DTYPES, first_reason, wrong_arch, wrong_dtype
+from te_plugin.ops.rope.problem import RopeProblem
+from te_plugin.plan import Kernel, Supported, Target, Unsupported, register
+
+
+def _cpu_supports(problem: RopeProblem, target: Target) -> Supported | Unsupported:
+    reason = first_reason(wrong_arch(target, "cpu"), wrong_dtype(problem.dtype, *FLOAT_DTYPES))
+    return Unsupported(reason) if reason else Supported()
+
+
+CPU = register(Kernel(name="cpu", op="rope", supports=_cpu_supports, library="cpu",
+                      entry_points={"forward": "rope", "backward": "rope"}))
+
+
+def _composite_supports(problem: RopeProblem, target: Target) -> Supported | Unsupported:
+    return Supported("framework maths")
+
+
+COMPOSITE = register(Kernel(name="composite", op="rope", supports=_composite_supports, composite=True))
