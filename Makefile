@@ -1,0 +1,79 @@
+# Everything from a fresh checkout: `make demo` trains llama_tiny in FP8 and checks its curve, `make test` runs the tests.
+# Each target does its own set-up in .venv; needed beforehand: Python 3.12 or later, make and a C++ compiler.
+#
+#   make demo | test | lint | wheel | sm90 | clean
+#   make test-gpu PYTHON=python3     on a GPU machine, with the packages that PYTHON already has (no registry is asked)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+SHELL := /bin/bash
+
+# The interpreter that makes .venv, and that test-gpu and sm90 use as it is.
+PYTHON ?= $(shell for p in python3.12 python3.13 python3 python; do \
+  command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && { command -v $$p; break; }; done)
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+EXTRAS := all,dev
+CPU_LIBRARY := te_plugin/lib/libte_plugin_cpu.so
+CPU_SOURCES := CMakeLists.txt $(wildcard cmake/*.cmake csrc/include/* csrc/cpu/*)
+PYTEST_ARGS ?=
+
+.PHONY: help demo test test-gpu sm90 lint wheel clean python compiler
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,6p
+
+python:
+	@test -n "$(PYTHON)" && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || { \
+	  echo "No Python 3.12 or later found (looked for python3.12, python3.13, python3, python). Install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+
+compiler:
+	@command -v "$${CXX:-c++}" >/dev/null 2>&1 || command -v g++ >/dev/null 2>&1 || command -v clang++ >/dev/null 2>&1 || { \
+	  echo "No C++ compiler found (looked for \$$CXX, c++, g++, clang++). Install one: apt-get install g++" >&2; exit 1; }
+
+# ---- environment and library --------------------------------------------------------------------------------------------------
+
+$(INSTALLED): pyproject.toml constraints.txt | python compiler
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) has no venv module. Install it: apt-get install python3.12-venv" >&2; exit 1; }
+	test -x $(PY) || "$(PYTHON)" -m venv $(VENV)
+	$(PY) -m pip install -q -c constraints.txt -e '.[$(EXTRAS)]'
+	touch $@
+
+# The editable install has built the library; later changes of the sources rebuild it here.
+$(CPU_LIBRARY): $(CPU_SOURCES) $(INSTALLED)
+	$(VENV)/bin/cmake -S . -B build/make -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) --log-level=WARNING
+	$(VENV)/bin/cmake --build build/make
+	touch $@
+
+demo: $(CPU_LIBRARY)
+	$(VENV)/bin/te-plugin train recipe=llama_tiny
+
+test: $(CPU_LIBRARY)
+	$(PY) -m pytest -m "not gpu and not multigpu" $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff check .
+
+wheel: $(INSTALLED)
+	$(PY) -m pip wheel -q --no-deps -w dist .
+	@ls dist/*.whl
+
+# ---- GPU: plain CMake with the given Python -----------------------------------------------------------------------------------
+
+# cmake from the system or from PYTHON's own environment; Ninja where it exists.
+CMAKE = $(shell command -v cmake 2>/dev/null || "$(PYTHON)" -c 'import cmake, os; print(os.path.join(cmake.CMAKE_BIN_DIR, "cmake"))' 2>/dev/null)
+GENERATOR = $(shell command -v ninja >/dev/null 2>&1 && echo -G Ninja)
+
+sm90: | python compiler
+	@test -n "$(CMAKE)" || { echo "No cmake found. Install it: $(PYTHON) -m pip install cmake" >&2; exit 1; }
+	"$(CMAKE)" -S . -B build/gpu $(GENERATOR) -DPython_EXECUTABLE="$$("$(PYTHON)" -c 'import sys; print(sys.executable)')" -DTE_PLUGIN_SM90=ON --log-level=WARNING
+	"$(CMAKE)" --build build/gpu --parallel
+
+test-gpu: sm90
+	PYTHONPATH=. "$(PYTHON)" -m pytest -m "gpu or multigpu" $(PYTEST_ARGS)
+
+clean:
+	rm -rf build dist te_plugin/lib *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find te_plugin tests -name __pycache__ -type d -prune -exec rm -rf {} +
