@@ -1,7 +1,7 @@
-"""The configuration schema and every cross-field rule.
+"""The configuration schema: one dataclass a group, each field with its type and its meaning.
 
-The dataclasses are the schema, configs/ holds the values, recipes are deltas. `compose()` builds and validates a Config from
-command-line overrides; `validate()` is where every rule that spans two fields lives. Nothing is allocated before both passed.
+configs/ holds the values and recipes are deltas. A field without a default (MISSING) must be given by a group or a recipe.
+What each value may be, and which values go together, is in rules.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from omegaconf import MISSING
+MISSING: Any = "???"  # OmegaConf's mark, so that Hydra and the schema agree on what is not set
 
 
 class ConfigError(ValueError):

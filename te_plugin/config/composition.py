@@ -1,0 +1,158 @@
+"""From command-line overrides to a validated Config: Hydra chooses and merges the groups, the schema decides about the rest.
+
+The order of strength, weakest first: schema defaults, group files, the recipe's values, groups chosen on the command line,
+values given on the command line. So a choice made on the command line always wins over the recipe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from te_plugin import paths
+from te_plugin.config.loading import build, parse_text, read_yaml, schema_fields, schema_sections, unknown_key
+from te_plugin.config.rules import validate
+from te_plugin.config.schema import MISSING, Config, ConfigError
+
+WHERE = "command line"
+_OVERRIDE = re.compile(r"(?P<prefix>~|\+{0,2})(?P<key>[A-Za-z_][\w.@/-]*)(?P<equals>=?)(?P<value>.*)", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Override:
+    """One `key=value` of the command line. is_group: it chooses a file of a group."""
+
+    key: str
+    value: str
+    is_group: bool
+
+
+def compose(overrides: Sequence[str], *, for_run: bool = True) -> Config:
+    """The validated Config of `recipe=NAME [group=choice ...] [key=value ...]`.
+
+    for_run=False plans for a machine that may be elsewhere: no kernel is planned and no file of the user's is looked for.
+    Raises ConfigError, whose message says what was asked, why not, and what to change.
+    """
+    parsed = [split_override(text) for text in overrides]
+    choices = _group_choices(parsed)
+    values = _hydra(choices)
+    for group, choice in choices.items():
+        if group != "recipe":
+            _merge(values, _group_values(group, choice))
+    for override in parsed:
+        if not override.is_group:
+            _set(values, override.key, parse_text(override.key, override.value, WHERE))
+    cfg = build(values, f"recipe {choices['recipe']}")
+    validate(cfg, for_run=for_run)
+    return cfg
+
+
+def groups() -> dict[str, tuple[str, ...]]:
+    """Every Hydra group with its choices."""
+    found = {}
+    for folder in sorted(p for p in paths.configs_dir().iterdir() if p.is_dir()):
+        names = tuple(sorted(p.stem for p in folder.glob("*.yaml")))
+        if names:
+            found[folder.name] = names
+    return found
+
+
+def split_override(text: str) -> Override:
+    """Parse one override and check that its key exists. ConfigError otherwise, with the nearest key."""
+    match = _OVERRIDE.fullmatch(text)
+    if not match:
+        raise ConfigError(f"{WHERE}: {text!r} is not understood; write key=value or group=choice")
+    prefix, key, value = match["prefix"], match["key"], match["value"]
+    if prefix == "~":
+        raise ConfigError(f"{WHERE}: {text!r} would delete a key; every key is needed: give it a value instead")
+    known_groups = groups()
+    if not match["equals"]:
+        raise ConfigError(f"{WHERE}: {text!r} has no value; write {key}=VALUE")
+    if key in known_groups:
+        return Override(key, _group_choice(key, value, known_groups[key]), is_group=True)
+    if key in schema_sections():
+        raise ConfigError(f"{WHERE}: {text!r} sets a whole section; set its keys one by one: "
+                          f"{', '.join(k for k in schema_fields() if k.startswith(key + '.'))}")
+    if key not in schema_fields():
+        owners = [group for group, names in known_groups.items() if key in names]
+        if owners:
+            raise ConfigError(f"{WHERE}: {key!r} is no key but a choice of the group {owners[0]}; write {owners[0]}=NAME, one of: "
+                              f"{', '.join(known_groups[owners[0]])}")
+        if "." not in key:
+            near = difflib.get_close_matches(key, [*known_groups, *schema_sections()], n=1, cutoff=0.5)
+            if near:
+                kind = "the nearest group is" if near[0] in known_groups else "the nearest section is"
+                raise ConfigError(f"{WHERE}: there is no key {key!r}; {kind} {near[0]!r}")
+        raise unknown_key(key, WHERE)
+    group, _, field = key.partition(".")
+    if field == "name" and group in known_groups:
+        raise ConfigError(f"{WHERE}: {key} belongs to the group file; choose one with {group}={value} "
+                          f"({', '.join(known_groups[group])})")
+    return Override(key, value, is_group=False)
+
+
+def _group_choice(group: str, value: str, choices: tuple[str, ...]) -> str:
+    value = value.removesuffix(".yaml").strip("'\"")
+    if value in ("", "null"):
+        raise ConfigError(f"{WHERE}: {group} cannot be empty; choose one of: {', '.join(choices)}")
+    if value not in choices:
+        near = difflib.get_close_matches(value, choices, n=1, cutoff=0.4)
+        hint = f"; the nearest is {near[0]}" if near else ""
+        raise ConfigError(f"{WHERE}: {group}={value} does not exist{hint}; choose one of: {', '.join(choices)}")
+    return value
+
+
+def _group_choices(parsed: Sequence[Override]) -> dict[str, str]:
+    choices: dict[str, str] = {}
+    for override in parsed:
+        if override.is_group:
+            if override.key in choices and choices[override.key] != override.value:
+                raise ConfigError(f"{WHERE}: {override.key} is chosen twice: {choices[override.key]} and {override.value}")
+            choices[override.key] = override.value
+    if "recipe" not in choices:
+        raise ConfigError(f"{WHERE}: no recipe is chosen; add recipe=NAME, one of: {', '.join(groups()['recipe'])}")
+    return choices
+
+
+def _hydra(choices: Mapping[str, str]) -> dict[str, Any]:
+    """The merged groups and recipe as nested dictionaries."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(paths.configs_dir()), version_base="1.3"):
+            composed = hydra_compose("config", overrides=[f"{group}={choice}" for group, choice in choices.items()])
+    except HydraException as error:
+        raise ConfigError(f"recipe {choices['recipe']}: the groups do not compose: {error}") from error
+    return OmegaConf.to_container(composed, resolve=False)
+
+
+def _group_values(group: str, choice: str) -> dict[str, Any]:
+    """What a group file sets, as nested dictionaries from the root."""
+    path = Path(paths.configs_dir()) / group / f"{choice}.yaml"
+    text = path.read_text(encoding="utf-8")
+    values = read_yaml(text, str(path))
+    return values if re.search(r"^# @package _global_$", text, re.MULTILINE) else {group: values}
+
+
+def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        elif value != MISSING:
+            into[key] = value
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+    values[name] = value

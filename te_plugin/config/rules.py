@@ -1,0 +1,293 @@
+"""Every rule that spans two fields. `validate()` applies them all before anything is allocated.
+
+A rule yields one sentence for each thing it refuses: what was asked, why it cannot be, what to change. Whether a kernel can
+run is not decided here: the plan is asked for every kernel of the run, and its reason is the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from te_plugin import numerics
+from te_plugin.config import ranges
+from te_plugin.config.identity import flatten
+from te_plugin.config.schema import Config, ConfigError
+from te_plugin.plan import PlanError, detect_target
+
+Rule = Callable[[Config], Iterator[str]]
+RULES: list[Rule] = []
+RUN_RULES: list[Rule] = []  # asked only where the run will really start: they look at files and at this machine
+
+# Layouts each adapter can feed to its framework's attention.
+ADAPTER_LAYOUTS = {"megatron": ("thd", "bshd"), "maxtext": ()}
+VOCAB_NEEDED = {"bytes": 259, "llama3": 128256}
+
+
+def validate(cfg: Config, *, for_run: bool = True, world_size: int | None = None) -> None:
+    """Refuse what cannot be run. ConfigError lists every reason.
+
+    for_run=False leaves out what belongs to a real run on this machine: the plan of its kernels, files, devices.
+    world_size: the number of processes where it is known (the launcher and the workers know it, a recipe does not).
+    """
+    found = list(ranges.problems(cfg))
+    if not found:  # the rules may divide by the sizes
+        found = [problem for rule in RULES for problem in rule(cfg)]
+        if world_size is not None:
+            found += _world(cfg, world_size)
+    if not found and for_run:
+        found = [problem for rule in RUN_RULES for problem in rule(cfg)]
+    if found:
+        raise ConfigError(found[0] if len(found) == 1 else "\n".join(["several settings cannot be:", *(f"- {p}" for p in found)]))
+
+
+def target_arch(cfg: Config) -> str:
+    """The architecture that the run's kernels are planned for: run.target, else run.device, else what this machine has."""
+    if cfg.run.target != "auto":
+        return cfg.run.target
+    return "cpu" if cfg.run.device == "cpu" else machine_arch()
+
+
+def machine_arch() -> str:
+    """sm90, sm100, ... where torch sees a GPU, else cpu."""
+    try:
+        import torch  # noqa: F401  (detect_target asks the torch that is imported)
+    except ModuleNotFoundError:
+        pass
+    try:
+        return detect_target().arch
+    except PlanError as error:
+        raise ConfigError(f"run.device=auto: {error}; set run.device=cpu") from error
+
+
+def rule(function: Rule) -> Rule:
+    RULES.append(function)
+    return function
+
+
+def run_rule(function: Rule) -> Rule:
+    RUN_RULES.append(function)
+    return function
+
+
+# ---- model and precision ----
+
+@rule
+def _heads(cfg: Config) -> Iterator[str]:
+    model = cfg.model
+    if model.num_heads % model.num_kv_heads:
+        yield (f"model.num_heads={model.num_heads} is not a multiple of model.num_kv_heads={model.num_kv_heads}: "
+               f"every kv head serves the same number of heads; change one of them")
+    if model.head_dim % 2:
+        yield f"model.head_dim={model.head_dim} is odd: RoPE turns pairs; give an even head_dim"
+    if model.rope_scaling.factor > 1 and model.rope_scaling.high_freq_factor <= model.rope_scaling.low_freq_factor:
+        yield (f"model.rope_scaling.high_freq_factor={model.rope_scaling.high_freq_factor} is not above low_freq_factor="
+               f"{model.rope_scaling.low_freq_factor}: the frequencies between them are blended; raise the high one")
+
+
+@rule
+def _feature_sizes(cfg: Config) -> Iterator[str]:
+    """FP8 GEMMs need feature sizes of a multiple; rows are padded inside, features are not."""
+    kind = numerics.scaling(cfg.precision.name)
+    if kind is None:
+        return
+    model, tp = cfg.model, cfg.parallel.tensor_parallel
+    sizes = {"model.hidden_size": model.hidden_size, "model.num_heads * model.head_dim": model.num_heads * model.head_dim,
+             "model.num_kv_heads * model.head_dim": model.num_kv_heads * model.head_dim}
+    if cfg.moe.num_experts:
+        sizes["moe.ffn_hidden_size"] = cfg.moe.ffn_hidden_size
+    else:
+        sizes["model.ffn_hidden_size"] = model.ffn_hidden_size
+    for name, size in sizes.items():
+        share = "" if tp == 1 or name == "model.hidden_size" else f" / tensor_parallel={tp}"
+        local = size if not share else size // tp
+        if local % kind.feature_multiple:
+            yield (f"precision={cfg.precision.name} needs feature sizes that are multiples of {kind.feature_multiple}, and "
+                   f"{name}{share} is {local}; change the size, or use another precision")
+
+
+@rule
+def _bf16_layers(cfg: Config) -> Iterator[str]:
+    kept = cfg.precision.bf16_layers_at_start + cfg.precision.bf16_layers_at_end
+    if kept > cfg.model.num_layers:
+        yield (f"precision.bf16_layers_at_start + bf16_layers_at_end is {kept}, and the model has {cfg.model.num_layers} "
+               f"layers; lower them")
+
+
+# field -> (whether it means anything in this run, what it belongs to). A changed value that means nothing is refused.
+_BELONGS: dict[str, tuple[Callable[[Config], bool], str]] = {
+    **{f"precision.{name}": (lambda c: numerics.scaling(c.precision.name) is not None, "FP8 precisions")
+       for name in ("weight_cache", "pow2_scale", "bf16_layers_at_start", "bf16_layers_at_end")},
+    "precision.amax_history_len": (lambda c: c.precision.name == "fp8_delayed", "precision=fp8_delayed"),
+    "precision.amax_compute": (lambda c: c.precision.name == "fp8_delayed", "precision=fp8_delayed"),
+    **{f"moe.{name}": (lambda c: c.moe.num_experts > 0, "models with moe.num_experts above 0")
+       for name in ("top_k", "ffn_hidden_size", "grouped_gemm", "aux_loss_coeff")},
+    "data.text_field": (lambda c: c.data.source in ("jsonl", "parquet"), "data=jsonl and data=parquet"),
+    "data.path": (lambda c: c.data.source not in ("corpus", "synthetic"), "data that is the user's own"),
+    "data.tokenizer_path": (lambda c: c.data.tokenizer in ("llama3", "hf"), "data.tokenizer=llama3 and hf"),
+    "check.reason": (lambda c: c.check.mode == "record", "check.mode=record"),
+    "track.entity": (lambda c: c.track.mode != "jsonl", "runs that wandb mirrors (track.mode is jsonl)"),
+}
+
+
+@rule
+def _nothing_ignored(cfg: Config) -> Iterator[str]:
+    values, defaults = flatten(cfg), _schema_defaults()
+    for key, (applies, what) in _BELONGS.items():
+        if values[key] != defaults[key] and not applies(cfg):
+            yield f"{key}={values[key]} would be ignored: it belongs to {what}; leave it out"
+
+
+def _schema_defaults() -> dict:
+    return flatten(Config())
+
+
+@rule
+def _moe(cfg: Config) -> Iterator[str]:
+    moe = cfg.moe
+    if not moe.num_experts:
+        return
+    if moe.top_k > moe.num_experts:
+        yield f"moe.top_k={moe.top_k} is above moe.num_experts={moe.num_experts}; lower top_k"
+    if moe.ffn_hidden_size < 1:
+        yield f"moe.num_experts={moe.num_experts} needs the width of an expert; set moe.ffn_hidden_size"
+
+
+# ---- adapter, layout, parallel ----
+
+@rule
+def _adapter(cfg: Config) -> Iterator[str]:
+    layouts = ADAPTER_LAYOUTS[cfg.adapter.name]
+    if not layouts:
+        yield (f"adapter={cfg.adapter.name} with layout={cfg.layout.name}: this version has no {cfg.adapter.name} adapter, so it "
+               f"can train neither thd nor bshd with it; use adapter=megatron")
+    elif cfg.layout.name not in layouts:
+        yield (f"layout={cfg.layout.name} with adapter={cfg.adapter.name}: the adapter feeds {', '.join(layouts)} to its "
+               f"framework; set layout={layouts[0]} or another adapter")
+
+
+@rule
+def _parallel(cfg: Config) -> Iterator[str]:
+    parallel = cfg.parallel
+    if parallel.context_parallel > 1:
+        yield (f"parallel.context_parallel={parallel.context_parallel} with layout={cfg.layout.name}: no attention kernel here "
+               f"exchanges keys between ranks (neither ring nor all-gather); set parallel.context_parallel=1")
+    if parallel.pipeline_parallel > 1:
+        yield (f"parallel.pipeline_parallel={parallel.pipeline_parallel}: the training loop runs no pipeline schedule; "
+               f"set parallel.pipeline_parallel=1")
+    if parallel.expert_parallel > 1:
+        yield (f"parallel.expert_parallel={parallel.expert_parallel}: the training loop dispatches no tokens between ranks; "
+               f"set parallel.expert_parallel=1")
+    if parallel.tensor_parallel > 1:
+        yield (f"parallel.tensor_parallel={parallel.tensor_parallel}: the training loop runs data parallelism only (the Megatron "
+               f"modules are tensor parallel in Megatron's own loop); set parallel.tensor_parallel=1")
+    if parallel.sequence_parallel and parallel.tensor_parallel == 1:
+        yield "parallel.sequence_parallel=true splits rows over tensor-parallel ranks, and tensor_parallel is 1; set it to false"
+    if parallel.name == "fsdp2" and parallel.grad_accum_fusion:
+        yield ("parallel=fsdp2 with parallel.grad_accum_fusion=true: a fused weight gradient bypasses the reduce-scatter of "
+               "FSDP2 and stays unreduced; set parallel.grad_accum_fusion=false")
+    if parallel.name == "fsdp2" and numerics.scaling(cfg.precision.name) and cfg.precision.keep_transpose:
+        yield ("parallel=fsdp2 with precision.keep_transpose=true: the kept copy is a whole weight on every process, which is "
+               "what sharding is there to avoid; set precision.keep_transpose=false")
+
+
+def _world(cfg: Config, world_size: int) -> Iterator[str]:
+    if cfg.parallel.name == "single" and world_size != 1:
+        yield (f"parallel=single with {world_size} processes: each would train its own copy; use parallel=ddp or "
+               f"parallel=fsdp2, or one process")
+    rows = cfg.schedule.micro_rows * world_size
+    if cfg.schedule.global_rows % rows:
+        yield (f"schedule.global_rows={cfg.schedule.global_rows} is not a multiple of micro_rows={cfg.schedule.micro_rows} * "
+               f"{world_size} processes = {rows}: every process takes the same number of microbatches; change one of them")
+
+
+# ---- data and schedule ----
+
+@rule
+def _schedule(cfg: Config) -> Iterator[str]:
+    schedule, seq_len = cfg.schedule, cfg.data.seq_len
+    step_tokens = schedule.global_rows * seq_len
+    if schedule.global_rows % schedule.micro_rows:
+        yield (f"schedule.global_rows={schedule.global_rows} is not a multiple of schedule.micro_rows={schedule.micro_rows}: "
+               f"a step is a whole number of microbatches; change one of them")
+    if schedule.tokens < step_tokens:
+        yield (f"schedule.tokens={schedule.tokens} is less than one step, {schedule.global_rows} rows * {seq_len} tokens = "
+               f"{step_tokens}; raise it or lower schedule.global_rows")
+    if schedule.warmup_tokens >= schedule.tokens:
+        yield (f"schedule.warmup_tokens={schedule.warmup_tokens} is not below schedule.tokens={schedule.tokens}: the learning "
+               f"rate would never leave the warm-up; lower it")
+
+
+@rule
+def _vocabulary(cfg: Config) -> Iterator[str]:
+    needed = VOCAB_NEEDED.get(cfg.data.tokenizer)
+    if cfg.data.source not in ("megatron", "synthetic") and needed and cfg.model.vocab_size < needed:
+        yield (f"data.tokenizer={cfg.data.tokenizer} makes ids up to {needed - 1}, and model.vocab_size={cfg.model.vocab_size}; "
+               f"raise model.vocab_size to at least {needed}, or choose another tokenizer")
+    if cfg.data.tokenizer == "hf" and cfg.data.source not in ("megatron", "synthetic") and cfg.data.tokenizer_path is None:
+        yield "data.tokenizer=hf needs the folder of the tokenizer; set data.tokenizer_path=FOLDER"
+    if cfg.data.source == "corpus" and cfg.check.mode == "golden" and cfg.data.val_fraction == 0:
+        yield "check.mode=golden with data.val_fraction=0: the curve is judged on held-out text; raise data.val_fraction"
+
+
+@rule
+def _check_and_resume(cfg: Config) -> Iterator[str]:
+    if cfg.check.mode == "record" and not cfg.check.reason:
+        yield ("check.mode=record replaces the recipe's golden curve, and the file must say why; "
+               "set check.reason='why the curve changes'")
+    if cfg.check.mode == "record" and cfg.testing.sabotage != "none":
+        yield f"check.mode=record with testing.sabotage={cfg.testing.sabotage}: a damaged run is no golden curve; drop one"
+    if cfg.check.mode == "record" and cfg.schedule.stop_after_steps is not None:
+        yield "check.mode=record with schedule.stop_after_steps: a golden curve is a whole run; drop one"
+    if cfg.run.resume and cfg.run.dir is None:
+        yield "run.resume=true continues a run directory; set run.dir=RUN_DIR"
+    if cfg.run.device == "cpu" and cfg.run.target not in ("auto", "cpu"):
+        yield f"run.device=cpu with run.target={cfg.run.target}: the kernels of a GPU do not run on the CPU; change one of them"
+    if cfg.testing.sabotage == "no_document_mask" and cfg.layout.name != "thd":
+        yield "testing.sabotage=no_document_mask damages packed rows only; set layout=thd"
+    if cfg.testing.sabotage in ("amax_frozen", "e5m2_everywhere", "padding_in_amax") and not numerics.scaling(cfg.precision.name):
+        yield f"testing.sabotage={cfg.testing.sabotage} damages FP8 scaling, and precision={cfg.precision.name} has none"
+
+
+# ---- what only a run on this machine needs ----
+
+@run_rule
+def _files(cfg: Config) -> Iterator[str]:
+    data = cfg.data
+    if data.source not in ("corpus", "synthetic"):
+        if data.path is None:
+            yield f"data={data.name} reads the user's own text; set data.path=PATH"
+        elif data.source == "megatron":
+            missing = [str(p) for p in (Path(f"{data.path}.bin"), Path(f"{data.path}.idx")) if not p.is_file()]
+            if missing:
+                yield f"data.path={data.path}: {' and '.join(missing)} not found; give the common prefix of a .bin and .idx pair"
+        elif not Path(data.path).exists():
+            yield f"data.path={data.path}: no such file or folder (looked in {Path.cwd()}); correct the path"
+    if data.tokenizer_path is not None and not Path(data.tokenizer_path).exists():
+        yield f"data.tokenizer_path={data.tokenizer_path}: no such file or folder; correct the path"
+    if cfg.run.init_from is not None and not Path(cfg.run.init_from).exists():
+        yield f"run.init_from={cfg.run.init_from}: no such checkpoint; correct the path"
+
+
+@run_rule
+def _machine(cfg: Config) -> Iterator[str]:
+    if cfg.run.device == "cpu" or (cfg.run.device == "auto" and cfg.run.target == "cpu"):
+        return
+    arch = machine_arch()
+    if cfg.run.device == "cuda" and arch == "cpu":
+        yield "run.device=cuda: torch sees no GPU on this machine; set run.device=cpu, or run where the GPU is"
+    elif cfg.run.target not in ("auto", arch):
+        yield (f"run.target={cfg.run.target}: this machine is {arch}; leave run.target out to run here "
+               f"(te-plugin explain plans for other machines)")
+
+
+def _kernels(cfg: Config) -> Iterator[str]:
+    """Every kernel of the run, asked of the plan that the launch will read."""
+    from te_plugin.ops.recipe import plan_run
+
+    if cfg.run.device == "cuda" and machine_arch() == "cpu":
+        return  # said by _machine
+    try:
+        plan_run(cfg)
+    except PlanError as error:
+        yield str(error)
