@@ -1,0 +1,10 @@
+"""The public functions of te_plugin for torch. Each is documented where it is defined."""
+
+from te_plugin.torch.attention import attention
+from te_plugin.torch.grouped import align_groups, grouped_linear
+from te_plugin.torch.linear import linear
+from te_plugin.torch.pointwise import cross_entropy, positions_of, rms_norm, rope, swiglu
+from te_plugin.torch.quantize import QuantizedTensor, dequantize, quantize
+
+__all__ = ["QuantizedTensor", "align_groups", "attention", "cross_entropy", "dequantize", "grouped_linear", "linear",
+           "positions_of", "quantize", "rms_norm", "rope", "swiglu"]

@@ -1,0 +1,277 @@
+"""RMSNorm, SwiGLU, rotary embedding and cross-entropy for torch.
+
+Each op: a plan by shape, a compiled forward and backward, and framework maths where the plan says `composite`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from te_plugin.ops.activation.problem import ActivationProblem
+from te_plugin.ops.loss.problem import LossProblem
+from te_plugin.ops.norm.problem import NormProblem
+from te_plugin.ops.rope.problem import RopeProblem
+from te_plugin.plan import Plan, plan
+from te_plugin.torch import launches
+from te_plugin.torch.call import define, dtype_name, launch, target_of
+from te_plugin.torch.options import Options
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class PointwiseOptions(Options):
+    """The non-tensor arguments of these ops: RMSNorm's eps, rope's direction, and the choice of kernel."""
+
+    eps: float = 1e-5
+    inverse: bool = False
+    kernel: str = "auto"
+    fallback: str = "error"
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(problem_type, sizes: tuple, dtype: str, device, key: str) -> Plan:
+    o = PointwiseOptions.from_key(key)
+    extra = {"eps": o.eps} if problem_type is NormProblem else {}
+    return plan(problem_type(*sizes, dtype=dtype, **extra), target_of(device), o.kernel, o.fallback)
+
+
+def _composite(chosen: Plan, stage: str) -> bool:
+    if chosen.kernel.library is not None:
+        return False
+    launches.record(chosen, stage)
+    return True
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+# RMSNorm -------------------------------------------------------------------------------------------------------------------
+
+def _norm_forward(x, weight, options):
+    chosen = _plan(NormProblem, tuple(x.shape), dtype_name(x), x.device, options)
+    eps = chosen.problem.eps
+    if _composite(chosen, "forward"):
+        rstd = torch.rsqrt(x.float().pow(2).mean(-1) + eps)
+        return (x.float() * rstd[:, None] * weight.float()).to(x.dtype), rstd
+    y = torch.empty_like(x)
+    rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    launch(chosen, "forward", x, weight, y, rstd, eps)
+    return y, rstd
+
+
+def _norm_backward(dy, x, weight, rstd, options):
+    chosen = _plan(NormProblem, tuple(x.shape), dtype_name(x), x.device, options)
+    if _composite(chosen, "backward"):
+        g, normed = dy.float() * weight.float(), x.float() * rstd[:, None]
+        dx = (g - normed * (g * normed).mean(-1, keepdim=True)) * rstd[:, None]
+        return dx.to(x.dtype), (dy.float() * normed).sum(0)
+    dx = torch.empty_like(x)
+    dw = torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
+    launch(chosen, "backward", dy, x, weight, rstd, dx, dw)
+    return dx, dw
+
+
+define("rms_norm_forward(Tensor x, Tensor weight, str options) -> (Tensor, Tensor)", _norm_forward,
+       lambda x, weight, options: (torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)))
+define("rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, str options) -> (Tensor, Tensor)", _norm_backward,
+       lambda dy, x, weight, rstd, options: (torch.empty_like(x), x.new_empty(x.shape[1], dtype=torch.float32)))
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, options: PointwiseOptions):
+        key = options.key()
+        y, rstd = torch.ops.te_plugin.rms_norm_forward(x, weight, key)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.key = key
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, rstd = ctx.saved_tensors
+        dx, dw = torch.ops.te_plugin.rms_norm_backward(dy.contiguous(), x, weight, rstd, ctx.key)
+        return dx, dw.to(weight.dtype), None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, *, kernel: str = "auto", fallback: str = "error"):
+    """y[...,C] = x * rsqrt(mean(x^2) + eps) * weight[C], statistics in FP32, one rounding at the end."""
+    if x.shape[-1:] != weight.shape:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}, x has {x.shape[-1]} features")
+    if weight.dtype != x.dtype:
+        raise ValueError(f"x is {x.dtype}, weight is {weight.dtype}; they must agree")
+    y = _RMSNorm.apply(_rows(x), weight, PointwiseOptions(eps=float(eps), kernel=kernel, fallback=fallback))
+    return y.view(x.shape)
+
+
+# SwiGLU --------------------------------------------------------------------------------------------------------------------
+
+def _swiglu_forward(x, options):
+    rows, columns = x.shape[0], x.shape[1] // 2
+    chosen = _plan(ActivationProblem, (rows, columns), dtype_name(x), x.device, options)
+    if _composite(chosen, "forward"):
+        gate, up = x.float().chunk(2, -1)
+        return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+    y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    launch(chosen, "forward", x, y)
+    return y
+
+
+def _swiglu_backward(dy, x, options):
+    chosen = _plan(ActivationProblem, (x.shape[0], x.shape[1] // 2), dtype_name(x), x.device, options)
+    if _composite(chosen, "backward"):
+        gate, up = x.float().chunk(2, -1)
+        sigmoid, g = torch.sigmoid(gate), dy.float()
+        return torch.cat([g * up * sigmoid * (1 + gate * (1 - sigmoid)), g * gate * sigmoid], -1).to(x.dtype)
+    dx = torch.empty_like(x)
+    launch(chosen, "backward", dy, x, dx)
+    return dx
+
+
+define("swiglu_forward(Tensor x, str options) -> Tensor", _swiglu_forward,
+       lambda x, options: x.new_empty((x.shape[0], x.shape[1] // 2)))
+define("swiglu_backward(Tensor dy, Tensor x, str options) -> Tensor", _swiglu_backward,
+       lambda dy, x, options: torch.empty_like(x))
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, options: PointwiseOptions):
+        ctx.save_for_backward(x)
+        ctx.key = options.key()
+        return torch.ops.te_plugin.swiglu_forward(x, ctx.key)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return torch.ops.te_plugin.swiglu_backward(dy.contiguous(), *ctx.saved_tensors, ctx.key), None
+
+
+def swiglu(x: torch.Tensor, *, kernel: str = "auto", fallback: str = "error") -> torch.Tensor:
+    """x[...,2C] = [gate | up] -> silu(gate) * up [...,C]."""
+    if x.shape[-1] % 2:
+        raise ValueError(f"swiglu halves the last dimension into gate and up; {x.shape[-1]} is odd")
+    y = _SwiGLU.apply(_rows(x), PointwiseOptions(kernel=kernel, fallback=fallback))
+    return y.view(*x.shape[:-1], x.shape[-1] // 2)
+
+
+# Rotary embedding ----------------------------------------------------------------------------------------------------------
+
+def _rope(x, positions, inv_freq, options):
+    o = PointwiseOptions.from_key(options)
+    chosen = _plan(RopeProblem, tuple(x.shape), dtype_name(x), x.device, options)
+    if _composite(chosen, "backward" if o.inverse else "forward"):
+        angle = positions.float()[:, None, None] * inv_freq
+        cos, sin = angle.cos(), angle.sin() * (-1.0 if o.inverse else 1.0)
+        a, b = x.float().chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch(chosen, "backward" if o.inverse else "forward", x, positions, inv_freq, y, int(o.inverse))
+    return y
+
+
+define("rope(Tensor x, Tensor positions, Tensor inv_freq, str options) -> Tensor", _rope,
+       lambda x, positions, inv_freq, options: x.new_empty(x.shape))
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, positions, inv_freq, options: PointwiseOptions):
+        ctx.save_for_backward(positions, inv_freq)
+        ctx.options = options
+        return torch.ops.te_plugin.rope(x, positions, inv_freq, options.key())
+
+    @staticmethod
+    def backward(ctx, dy):
+        o = ctx.options
+        inverse = PointwiseOptions(inverse=True, kernel=o.kernel, fallback=o.fallback)
+        if dy.stride(-1) != 1:
+            dy = dy.contiguous()
+        return torch.ops.te_plugin.rope(dy, *ctx.saved_tensors, inverse.key()), None, None, None
+
+
+def positions_of(cu_seqlens: torch.Tensor, tokens: int, cu_seqlens_padded: torch.Tensor | None = None) -> torch.Tensor:
+    """int32[tokens]: the position of each row in its segment (rows of a gap count on); no host sync."""
+    start = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    rows = torch.arange(tokens, device=start.device, dtype=torch.int32)
+    segment = torch.searchsorted(start.contiguous(), rows, right=True, out_int32=True) - 1
+    return rows - start[segment.clamp(0, start.shape[0] - 1).long()]
+
+
+def rope(x: torch.Tensor, positions: torch.Tensor | None = None, *, inv_freq: torch.Tensor,
+         cu_seqlens: torch.Tensor | None = None, kernel: str = "auto", fallback: str = "error") -> torch.Tensor:
+    """Rotate x[T,H,D] by positions[T] (int32) * inv_freq[D/2] (FP32); pairs are (i, i + D/2).
+
+    Without positions, cu_seqlens[N+1] gives positions that restart at each segment.
+    """
+    if x.dim() != 3 or x.shape[2] % 2:
+        raise ValueError(f"rope takes x[T,H,D] with an even D, got {tuple(x.shape)}")
+    if inv_freq.shape != (x.shape[2] // 2,) or inv_freq.dtype != torch.float32:
+        raise ValueError(f"inv_freq must be FP32[{x.shape[2] // 2}], got {inv_freq.dtype}{list(inv_freq.shape)}")
+    if positions is None:
+        if cu_seqlens is None:
+            raise ValueError("rope needs positions[T] or cu_seqlens[N+1]")
+        positions = positions_of(cu_seqlens, x.shape[0])
+    if positions.shape != (x.shape[0],):
+        raise ValueError(f"positions has shape {tuple(positions.shape)}, x has {x.shape[0]} rows")
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    return _Rope.apply(x, positions.to(torch.int32), inv_freq, PointwiseOptions(kernel=kernel, fallback=fallback))
+
+
+# Cross-entropy -------------------------------------------------------------------------------------------------------------
+
+def _loss_forward(logits, labels, options):
+    chosen = _plan(LossProblem, tuple(logits.shape), dtype_name(logits), logits.device, options)
+    if _composite(chosen, "forward"):
+        lse = torch.logsumexp(logits.float(), -1)
+        picked = logits.float().gather(1, labels.clamp(min=0).long()[:, None])[:, 0]
+        return torch.where(labels == IGNORED_LABEL, 0.0, lse - picked), lse
+    loss = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    lse = torch.empty_like(loss)
+    launch(chosen, "forward", logits, labels, loss, lse)
+    return loss, lse
+
+
+def _loss_backward(dloss, logits, labels, lse, options):
+    chosen = _plan(LossProblem, tuple(logits.shape), dtype_name(logits), logits.device, options)
+    if _composite(chosen, "backward"):
+        grad = torch.exp(logits.float() - lse[:, None])
+        grad[torch.arange(len(labels), device=labels.device), labels.clamp(min=0).long()] -= 1
+        return (grad * torch.where(labels == IGNORED_LABEL, 0.0, dloss)[:, None]).to(logits.dtype)
+    dlogits = torch.empty_like(logits)
+    launch(chosen, "backward", dloss, logits, labels, lse, dlogits)
+    return dlogits
+
+
+define("cross_entropy_forward(Tensor logits, Tensor labels, str options) -> (Tensor, Tensor)", _loss_forward,
+       lambda logits, labels, options: (logits.new_empty(logits.shape[0], dtype=torch.float32),
+                                        logits.new_empty(logits.shape[0], dtype=torch.float32)))
+define("cross_entropy_backward(Tensor dloss, Tensor logits, Tensor labels, Tensor lse, str options) -> Tensor", _loss_backward,
+       lambda dloss, logits, labels, lse, options: torch.empty_like(logits))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels, options: PointwiseOptions):
+        key = options.key()
+        loss, lse = torch.ops.te_plugin.cross_entropy_forward(logits, labels, key)
+        ctx.save_for_backward(logits, labels, lse)
+        ctx.key = key
+        return loss
+
+    @staticmethod
+    def backward(ctx, dloss):
+        return torch.ops.te_plugin.cross_entropy_backward(dloss.contiguous(), *ctx.saved_tensors, ctx.key), None, None
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, *, kernel: str = "auto", fallback: str = "error"):
+    """Per-token loss in nats, FP32[...]: logits[...,V], labels[...] integers, -100 gives loss and gradient 0."""
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} differ in their leading dimensions")
+    flat = labels.reshape(-1).to(torch.int32)
+    options = PointwiseOptions(kernel=kernel, fallback=fallback)
+    return _CrossEntropy.apply(_rows(logits), flat, options).view(labels.shape)

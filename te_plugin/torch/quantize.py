@@ -1,0 +1,191 @@
+"""Quantisation for torch: a tensor, its FP8 copies and their scales."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from te_plugin import numerics
+from te_plugin.ops.quantize.problem import QuantizeProblem, scale_shape
+from te_plugin.plan import Plan, plan
+from te_plugin.torch.call import TORCH_DTYPE, define, dtype_name, launch, target_of
+from te_plugin.torch.options import Options
+
+
+@dataclass(frozen=True)
+class QuantizeOptions(Options):
+    """The non-tensor arguments of a quantisation."""
+
+    format: str = "e4m3"
+    granularity: str = "tensor"
+    pow2_scale: bool = False
+    transpose: bool = False
+    delayed: bool = False
+    kernel: str = "auto"
+    fallback: str = "error"
+
+
+@dataclass
+class QuantizedTensor:
+    """x[R,C] in FP8: value = data * scale_inv.
+
+    data[R,C] has the torch dtype of `dtype`. scale_inv is FP32 (uint8 exponents for "mx"), shaped by `granularity`:
+    tensor [1]; row [R]; block_1x128 [R, ceil(C/128)]; block_128x128 [ceil(R/128), ceil(C/128)]; mx [R, ceil(C/32)].
+    data_t[C,R] and scale_inv_t are the transposed copy, scaled along its own rows, when it was asked for.
+    stats[2] in FP32: amax (NaN kept) and the number of non-finite values of x.
+    """
+
+    data: torch.Tensor
+    scale_inv: torch.Tensor
+    granularity: str
+    dtype: str
+    stats: torch.Tensor
+    data_t: torch.Tensor | None = None
+    scale_inv_t: torch.Tensor | None = None
+    shape: torch.Size | None = None
+
+    @property
+    def amax(self) -> torch.Tensor:
+        return self.stats[0]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values, in the shape that was quantised."""
+        y = dequantize(self.data, self.scale_inv, self.granularity, self.dtype, dtype)
+        return y.view(self.shape) if self.shape is not None else y
+
+    def dequantize_transpose(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values of the transposed copy [C,R]."""
+        if self.data_t is None:
+            raise ValueError("this tensor was quantised without transpose=True")
+        return dequantize(self.data_t, self.scale_inv_t, self.granularity, self.dtype, dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(rows, columns, dtype, device, key) -> Plan:
+    o = QuantizeOptions.from_key(key)
+    problem = QuantizeProblem(rows, columns, dtype, o.format, o.granularity, o.pow2_scale, o.transpose, o.delayed)
+    return plan(problem, target_of(device), o.kernel, o.fallback)
+
+
+def _outputs(x, o: QuantizeOptions):
+    rows, columns = x.shape
+    fp8, device = TORCH_DTYPE[o.format], x.device
+    scale_dtype = torch.uint8 if o.granularity == "mx" else torch.float32
+    empty = functools.partial(torch.empty, device=device)
+    data = empty((rows, columns), dtype=fp8)
+    scale_inv = empty(scale_shape(rows, columns, o.granularity), dtype=scale_dtype)
+    stats = empty((2,), dtype=torch.float32)
+    if o.transpose:
+        return (data, scale_inv, empty((columns, rows), dtype=fp8),
+                empty(scale_shape(columns, rows, o.granularity), dtype=scale_dtype), stats)
+    return data, scale_inv, empty((0,), dtype=fp8), empty((0,), dtype=scale_dtype), stats
+
+
+def quantize_impl(x, scale, options: str):
+    """x[R,C] (rows may be strided) -> data, scale_inv, data_t, scale_inv_t, stats; empty transposed copies unless asked for."""
+    o = QuantizeOptions.from_key(options)
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        x = x.contiguous()
+    chosen = _plan(x.shape[0], x.shape[1], dtype_name(x), x.device, options)
+    outputs = _outputs(x, o)
+    data, scale_inv, data_t, scale_inv_t, stats = outputs
+    if o.delayed and o.transpose:
+        launch(chosen, "given_transpose", x, scale, data, data_t, scale_inv, stats, *chosen.attributes)
+        scale_inv_t.copy_(scale_inv)
+    elif o.delayed:
+        launch(chosen, "given", x, scale, data, scale_inv, stats, *chosen.attributes)
+    elif o.transpose:
+        launch(chosen, "transpose", x, data, scale_inv, data_t, scale_inv_t, stats, *chosen.attributes)
+    else:
+        launch(chosen, "plain", x, data, scale_inv, stats, *chosen.attributes)
+    return outputs
+
+
+define("quantize(Tensor x, Tensor? scale, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", quantize_impl,
+       lambda x, scale, options: _outputs(x, QuantizeOptions.from_key(options)))
+_quantize_op = torch.ops.te_plugin.quantize.default
+
+
+def _dequantize_impl(data, scale_inv, options: str, dtype: torch.dtype):
+    o = QuantizeOptions.from_key(options)
+    chosen = _plan(data.shape[0], data.shape[1], "fp32", data.device, options)
+    y = torch.empty(data.shape, dtype=dtype, device=data.device)
+    launch(chosen, "dequantize", data, scale_inv, y, numerics.GRANULARITY_CODE[o.granularity], numerics.FORMATS[o.format].code)
+    return y
+
+
+define("dequantize(Tensor data, Tensor scale_inv, str options, ScalarType dtype) -> Tensor", _dequantize_impl,
+       lambda data, scale_inv, options, dtype: data.new_empty(data.shape, dtype=dtype))
+_dequantize_op = torch.ops.te_plugin.dequantize.default
+
+
+def dequantize(data, scale_inv, granularity: str, format: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """data[R,C] * scale_inv in FP32, rounded once to `dtype` (FP32 or BF16)."""
+    key = QuantizeOptions(format=format, granularity=granularity).key()
+    if torch.compiler.is_compiling():
+        return _dequantize_op(data, scale_inv, key, dtype)
+    return _dequantize_impl(data, scale_inv, key, dtype)
+
+
+def quantize_2d(x: torch.Tensor, options: QuantizeOptions, scale: torch.Tensor | None = None) -> QuantizedTensor:
+    """Quantise x[R,C] by ready-made options. The fast path of the layers: no shape checks, no autograd."""
+    if torch.compiler.is_compiling():
+        data, scale_inv, data_t, scale_inv_t, stats = _quantize_op(x, scale, options.key())
+    else:
+        data, scale_inv, data_t, scale_inv_t, stats = quantize_impl(x, scale, _cached_key(options))
+    if not options.transpose:
+        data_t = scale_inv_t = None
+    return QuantizedTensor(data, scale_inv, options.granularity, options.format, stats, data_t, scale_inv_t)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cached_key(options: QuantizeOptions) -> str:
+    return options.key()
+
+
+def quantize(
+    x: torch.Tensor,
+    dtype: str = "e4m3",
+    granularity: str = "tensor",
+    *,
+    amax: torch.Tensor | float | None = None,
+    pow2_scale: bool = False,
+    transpose: bool = False,
+    kernel: str = "auto",
+    fallback: str = "error",
+) -> QuantizedTensor:
+    """Quantise x[..., C] (leading dimensions are rows) to FP8 by the rules of numerics.py.
+
+    dtype: e4m3, e5m2, e4m3_fnuz, e5m2_fnuz. granularity: tensor, row, block_1x128, block_128x128, mx.
+    amax: the largest magnitude to scale for, in place of this tensor's own (granularity tensor only).
+    Raises ValueError for unknown names or an x without dimensions.
+    """
+    if x.dim() < 1:
+        raise ValueError("quantize takes a tensor with at least one dimension, got a scalar")
+    scale = None
+    if amax is not None:
+        if granularity != "tensor":
+            raise ValueError(f"amax is a per-tensor statistic; granularity is {granularity!r}")
+        scale = scale_from_amax(torch.as_tensor(amax, dtype=torch.float32, device=x.device).reshape(1),
+                                numerics.FORMATS[dtype], pow2_scale)
+    options = QuantizeOptions(dtype, granularity, pow2_scale if amax is None else False, transpose, amax is not None, kernel,
+                              fallback)
+    QuantizeProblem(1, 1, "fp32", dtype, granularity)  # its ValueError names a wrong dtype or granularity
+    made = quantize_2d(x.detach().reshape(-1, x.shape[-1]), options, scale)
+    made.shape = x.shape
+    return made
+
+
+def scale_from_amax(amax: torch.Tensor, fmt: numerics.Fp8Format, pow2: bool = False) -> torch.Tensor:
+    """FP32 scale (not its inverse) of an amax tensor, on its device; the torch twin of numerics.scale_from_amax."""
+    amax = torch.where(torch.isinf(amax), numerics.FLT_MAX, amax)
+    if pow2:
+        mantissa, exponent = torch.frexp(amax / fmt.max)
+        exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-126, 126)
+        scale = torch.ldexp(torch.ones_like(amax), -exponent)
+        scale = torch.where(torch.isnan(amax), amax, scale)
+    else:
+        scale = (fmt.max / amax).clamp(max=numerics.FLT_MAX)
+    return torch.where(amax == 0, torch.ones_like(amax), scale)

@@ -1,0 +1,192 @@
+"""What an FP8 linear layer remembers between calls: the quantised weight of this step, and delayed-scaling histories."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from te_plugin import numerics
+from te_plugin.torch.quantize import QuantizedTensor, QuantizeOptions, quantize_2d, scale_from_amax
+
+AMAX_COMPUTE = ("max", "most_recent")
+
+
+class DelayedScaling(nn.Module):
+    """Amax histories of the three operands of a layer (activation, weight, gradient) and the scales they give.
+
+    In a step, `quantize` uses the scale set at its start and folds each amax into slot 0 of the history (a maximum, so that
+    microbatches and activation recompute count once). `advance` ends a step: scales come from the history, which then rolls.
+    An operand that was not quantised in a step keeps history and scale.
+    Buffers (all FP32): history[3, length], scale[3], seen[3].
+    """
+
+    OPERANDS = ("activation", "weight", "gradient")
+
+    def __init__(self, scaling: numerics.Scaling, history_len: int = 1024, amax_compute: str = "max", device=None):
+        super().__init__()
+        if history_len < 1:
+            raise ValueError(f"history_len={history_len} must be at least 1")
+        if amax_compute not in AMAX_COMPUTE:
+            raise ValueError(f"amax_compute={amax_compute!r} is not one of {', '.join(AMAX_COMPUTE)}")
+        self.scaling, self.amax_compute = scaling, amax_compute
+        self.register_buffer("history", torch.zeros(3, history_len, dtype=torch.float32, device=device))
+        self.register_buffer("scale", torch.ones(3, dtype=torch.float32, device=device))
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.float32, device=device))
+
+    def format(self, operand: int) -> numerics.Fp8Format:
+        return self.scaling.gradient_format if operand == 2 else self.scaling.forward_format
+
+    def quantize(self, x: torch.Tensor, operand: str, transpose: bool = False, record: bool = True) -> QuantizedTensor:
+        """Quantise x[R,C] with the scale of this step; record its amax unless the call is outside training."""
+        index = self.OPERANDS.index(operand)
+        options = QuantizeOptions(self.format(index).name, "tensor", False, transpose, True)
+        made = quantize_2d(x, options, self.scale[index:index + 1])
+        if record:
+            slot = self.history[index, 0]
+            slot.copy_(torch.maximum(slot, made.stats[0]))
+            self.seen[index] = 1
+        return made
+
+    @torch.no_grad()
+    def advance(self, group=None) -> None:
+        """End a step. `group`: process group over which the amaxes are reduced (maximum); every rank must call it."""
+        if group is not None:
+            packed = torch.cat([self.history[:, 0], self.seen])
+            torch.distributed.all_reduce(packed, op=torch.distributed.ReduceOp.MAX, group=group)
+            self.history[:, 0], self.seen[:] = packed[:3], packed[3:]
+        amax = self.history.max(dim=1).values if self.amax_compute == "max" else self.history[:, 0]
+        amax = torch.where(torch.isnan(self.history[:, 0]), self.scale.new_tensor(0.0), amax)
+        limit = [scale_from_amax(amax[i:i + 1], self.format(i)) for i in range(3)]
+        ran = self.seen > 0
+        # A step whose amax is 0, NaN or infinite says nothing about the next one: its scale is kept.
+        usable = ran & (amax > 0) & torch.isfinite(amax)
+        self.scale.copy_(torch.where(usable, torch.cat(limit), self.scale))
+        newest = torch.where(torch.isfinite(self.history[:, :1]), self.history[:, :1], 0.0)
+        rolled = torch.cat([torch.zeros_like(newest), newest, self.history[:, 1:-1]], dim=1)[:, :self.history.shape[1]]
+        self.history.copy_(torch.where(ran[:, None], rolled, self.history))
+        self.seen.zero_()
+
+    @torch.no_grad()
+    def reset_weight(self, weight: torch.Tensor) -> None:
+        """Give the weight operand the scale of these values: after loading a checkpoint its old history means nothing."""
+        amax = weight.detach().float().abs().max().reshape(1) if weight.numel() else self.scale.new_zeros(1)
+        self.history[1].zero_()
+        self.history[1, min(1, self.history.shape[1] - 1)] = amax[0]
+        self.scale[1:2] = scale_from_amax(amax, self.format(1))
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+        key = prefix + "history"
+        saved = state_dict.get(key)
+        if saved is not None and saved.shape != self.history.shape:
+            # A history of another length: the newest entries that fit; scales are kept as saved.
+            fitted = torch.zeros_like(self.history)
+            length = min(saved.shape[1], fitted.shape[1])
+            fitted[:, :length] = saved[:, :length].to(fitted)
+            state_dict = {**state_dict, key: fitted}
+        own_missing: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, own_missing, unexpected_keys, error_msgs)
+        # A plain checkpoint holds no FP8 state; that is legal, and the scales then start anew.
+
+
+class LinearState(nn.Module):
+    """Per-layer state of one FP8 linear: the weight cache and, with delayed scaling, its histories.
+
+    The cache holds the quantised weight until the weight changes. A change is seen by the tensor's identity and version
+    counter; optimizers that write behind the counter (through .data) call `new_step()`.
+    """
+
+    def __init__(self, precision: str, *, weight_cache: bool = True, keep_transpose: bool = True, pow2_scale: bool = False,
+                 history_len: int = 1024, amax_compute: str = "max", device=None):
+        super().__init__()
+        kind = numerics.scaling(precision)
+        if kind is None:
+            raise ValueError(f"precision {precision!r} needs no FP8 state")
+        self.precision, self.kind = precision, kind
+        self.weight_cache, self.keep_transpose, self.pow2_scale = weight_cache, keep_transpose, pow2_scale
+        self.delayed = DelayedScaling(kind, history_len, amax_compute, device) if kind.delayed else None
+        self._cached: QuantizedTensor | None = None
+        self._cached_for: tuple | None = None
+        self._advanced_for: tuple | None = None
+        self._explicit_steps = False
+        self.weight_casts = 0
+        self.nonfinite: torch.Tensor | None = None
+        self.last_stats: dict[str, torch.Tensor] = {}
+
+    def extra_repr(self) -> str:
+        return f"{self.precision}, weight_cache={self.weight_cache}, keep_transpose={self.keep_transpose}"
+
+    def new_step(self) -> None:
+        """The weight may have changed: quantise it again at its next use."""
+        self._cached = self._cached_for = None
+
+    def advance(self, group=None) -> None:
+        """End an optimizer step (delayed scaling moves on, cached weights are dropped). Used once, it is expected every step."""
+        self._explicit_steps = True
+        self.new_step()
+        if self.delayed is not None:
+            self.delayed.advance(group)
+
+    def begin(self, weight: torch.Tensor, training: bool) -> None:
+        """Called at the start of each forward: a changed weight ends the step, unless steps are ended by `advance`."""
+        if self.delayed is None or self._explicit_steps or not training or torch.compiler.is_compiling():
+            return
+        identity = _identity(weight)
+        if self._advanced_for is not None and identity != self._advanced_for:
+            self.delayed.advance()
+        self._advanced_for = identity
+
+    def quantize(self, x: torch.Tensor, operand: str, transpose: bool, record: bool) -> QuantizedTensor:
+        """Quantise one operand (activation, weight or gradient) x[R,C] as this layer's scaling says."""
+        if self.delayed is not None:
+            made = self.delayed.quantize(x, operand, transpose, record)
+        else:
+            made = quantize_2d(x, operand_options(self.kind, operand, self.pow2_scale, transpose))
+        if record and not torch.compiler.is_compiling():
+            self.last_stats[operand] = made.stats
+        return made
+
+    def quantized_weight(self, weight: torch.Tensor, transpose: bool, record: bool) -> QuantizedTensor:
+        """The weight in FP8, quantised once a step. transpose: its transposed copy is needed (and kept) too."""
+        if not self.weight_cache or torch.compiler.is_compiling():
+            self._count()
+            return self.quantize(weight.detach(), "weight", transpose, record)
+        identity = _identity(weight)
+        cached = self._cached
+        if cached is None or self._cached_for != identity or (transpose and cached.data_t is None):
+            self._count()
+            cached = self.quantize(weight.detach(), "weight", transpose, record)
+            self._cached, self._cached_for = cached, identity
+        return cached
+
+    def _count(self) -> None:
+        if not torch.compiler.is_compiling():
+            self.weight_casts += 1
+
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+        self.new_step()
+        self._advanced_for = None
+
+
+def operand_options(kind: numerics.Scaling, operand: str, pow2: bool, transpose: bool) -> QuantizeOptions:
+    """How a scaling quantises one operand of a linear layer."""
+    fmt = kind.gradient_format if operand == "gradient" else kind.forward_format
+    return QuantizeOptions(fmt.name, getattr(kind, operand), pow2, transpose)
+
+
+def _identity(weight: torch.Tensor) -> tuple:
+    return (id(weight), weight.data_ptr(), weight._version)
+
+
+def states(model: nn.Module):
+    """Every LinearState of a model, with its name."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LinearState)]
+
+
+def advance_scaling(model: nn.Module, group=None) -> None:
+    """End an optimizer step for every FP8 layer of a model: drop cached weights, move delayed scaling on.
+
+    group: process group over which amaxes are reduced; all its ranks must call this together.
+    """
+    for _, state in states(model):
+        state.advance(group)
