@@ -1,9 +1,10 @@
 """Attention with FP8 operands in float64: what is quantised, with which scale, and where.
 
 Q, K, V and dO are quantised per tensor, per head or per row; P in [0, 1] with a constant scale; dS per head of a
-segment or per 128x128 tile. The statistics (max, sum, log-sum-exp) are exact and never see a quantised P. Two exact changes of
-variables reduce the error for no extra product (Fp8AttentionScheme): K centred on its mean, and Q and K rotated by one
-orthogonal matrix.
+segment or per 128x128 tile. The statistics (max, sum, log-sum-exp) are exact and never see a quantised P.
+
+Two exact changes of variables reduce the error for no extra product (Fp8AttentionScheme): K centred on its mean, and
+Q and K rotated by one orthogonal matrix.
 """
 
 from __future__ import annotations
