@@ -108,8 +108,8 @@ class LinearState(nn.Module):
         self._cached_for: tuple | None = None
         self._advanced_for: tuple | None = None
         self._explicit_steps = False
+        self._calibrate_weight = True
         self.weight_casts = 0
-        self.nonfinite: torch.Tensor | None = None
         self.last_stats: dict[str, torch.Tensor] = {}
 
     def extra_repr(self) -> str:
@@ -147,6 +147,11 @@ class LinearState(nn.Module):
 
     def quantized_weight(self, weight: torch.Tensor, transpose: bool, record: bool) -> QuantizedTensor:
         """The weight in FP8, quantised once a step. transpose: its transposed copy is needed (and kept) too."""
+        if self.delayed is not None and self._calibrate_weight:
+            # Weights are there before the first step: their scale need not start at 1, and after a plain checkpoint was
+            # loaded the scale of the random weights would clip the loaded ones.
+            self.delayed.reset_weight(weight)
+            self._calibrate_weight = False
         if not self.weight_cache or torch.compiler.is_compiling():
             self._count()
             return self.quantize(weight.detach(), "weight", transpose, record)
@@ -162,10 +167,11 @@ class LinearState(nn.Module):
         if not torch.compiler.is_compiling():
             self.weight_casts += 1
 
-    def _load_from_state_dict(self, *args):
-        super()._load_from_state_dict(*args)
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        super()._load_from_state_dict(state_dict, prefix, *args)
         self.new_step()
         self._advanced_for = None
+        self._calibrate_weight = prefix + "delayed.scale" not in state_dict
 
 
 def operand_options(kind: numerics.Scaling, operand: str, pow2: bool, transpose: bool) -> QuantizeOptions:

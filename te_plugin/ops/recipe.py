@@ -1,0 +1,135 @@
+"""The problems of a whole run: what one microbatch on one rank asks of each op, from the configuration alone.
+
+`explain`, `check`, `validate` and the run directory read these same plans. Imports no framework.
+"""
+
+from __future__ import annotations
+
+from te_plugin import numerics
+from te_plugin.ops.activation.problem import ActivationProblem
+from te_plugin.ops.attention.problem import AttentionProblem
+from te_plugin.ops.gemm.problem import GemmProblem
+from te_plugin.ops.grouped_gemm.problem import GroupedGemmProblem
+from te_plugin.ops.loss.problem import LossProblem
+from te_plugin.ops.norm.problem import NormProblem
+from te_plugin.ops.quantize.problem import QuantizeProblem
+from te_plugin.ops.rope.problem import RopeProblem
+from te_plugin.plan import Plan, Target, plan
+
+ADAPTER_FRAMEWORK = {"megatron": "torch", "maxtext": "jax"}
+
+
+def run_dtype(cfg) -> str:
+    """Data type of activations and parameters."""
+    return "fp32" if cfg.precision.name == "fp32" else "bf16"
+
+
+def run_target(cfg) -> Target:
+    """The target that a run is planned for: run.target by name, or this machine as run.device says."""
+    framework = ADAPTER_FRAMEWORK[cfg.adapter.name]
+    if cfg.run.target != "auto":
+        return Target(cfg.run.target, framework)
+    if cfg.run.device == "cpu":
+        return Target("cpu", framework, local=True)
+    if cfg.run.device == "cuda" or _cuda_visible(framework):
+        return Target(_cuda_arch(framework), framework, local=True)
+    return Target("cpu", framework, local=True)
+
+
+def _cuda_visible(framework: str) -> bool:
+    if framework == "torch":
+        import torch
+
+        return torch.cuda.is_available()
+    import jax
+
+    return jax.default_backend() == "gpu"
+
+
+def _cuda_arch(framework: str) -> str:
+    if framework == "torch":
+        import torch
+
+        from te_plugin.torch.call import target_of
+
+        return target_of(torch.device("cuda", 0)).arch
+    from te_plugin.jax.call import target_of_backend
+
+    return target_of_backend().arch
+
+
+def problems_of(cfg) -> list[tuple[str, object]]:
+    """(label, problem) of every op in one microbatch on one rank, in the order of a layer."""
+    model, tp = cfg.model, cfg.parallel.tensor_parallel
+    tokens = cfg.schedule.micro_rows * cfg.data.seq_len
+    heads, kv_heads = model.num_heads // tp, max(model.num_kv_heads // tp, 1)
+    dtype = run_dtype(cfg)
+    window = (-1 if cfg.attention.window_left is None else cfg.attention.window_left, -1)
+    segments = cfg.schedule.micro_rows * (cfg.layout.max_segments if cfg.layout.name == "thd" else 1)
+    problems: list[tuple[str, object]] = [
+        ("norm", NormProblem(tokens, model.hidden_size, dtype, model.norm_eps)),
+        ("rope.q", RopeProblem(tokens, heads, model.head_dim, dtype)),
+        ("rope.k", RopeProblem(tokens, kv_heads, model.head_dim, dtype)),
+        ("attention", AttentionProblem(
+            tokens_q=tokens, tokens_kv=tokens, segments=segments, heads=heads, kv_heads=kv_heads, head_dim=model.head_dim,
+            dtype=dtype, mask="causal", window=window, precision=cfg.attention.precision,
+            deterministic=cfg.attention.deterministic, dq_accumulation=cfg.attention.dq_accumulation, gaps=True)),
+    ]
+    linears = {
+        "linear_qkv": ((heads + 2 * kv_heads) * model.head_dim, model.hidden_size),
+        "linear_proj": (model.hidden_size, heads * model.head_dim),
+    }
+    if cfg.moe.num_experts == 0:
+        ffn = model.ffn_hidden_size // tp
+        linears |= {"linear_fc1": (2 * ffn, model.hidden_size), "linear_fc2": (model.hidden_size, ffn)}
+        problems.append(("swiglu", ActivationProblem(tokens, ffn, dtype)))
+    else:
+        ffn, rows = cfg.moe.ffn_hidden_size // tp, tokens * cfg.moe.top_k
+        experts = cfg.moe.num_experts // cfg.parallel.expert_parallel
+        precision = cfg.precision.name
+        problems += [
+            ("experts_fc1", GroupedGemmProblem(rows, 2 * ffn, model.hidden_size, experts, dtype, precision)),
+            ("experts_fc2", GroupedGemmProblem(rows, model.hidden_size, ffn, experts, dtype, precision)),
+            ("swiglu", ActivationProblem(rows, ffn, dtype)),
+        ]
+    for name, (n, k) in linears.items():
+        problems += linear_problems(name, tokens, n, k, dtype, cfg.precision.name, cfg.precision.pow2_scale,
+                                    cfg.parallel.grad_accum_fusion)
+    problems.append(("loss", LossProblem(tokens, model.vocab_size // tp, dtype)))
+    return problems
+
+
+def linear_problems(name: str, m: int, n: int, k: int, dtype: str, precision: str, pow2: bool = False,
+                    accumulate: bool = False) -> list[tuple[str, object]]:
+    """The quantisations and the three products of one linear layer y[m,n] = x[m,k] w[n,k]^T."""
+    kind = numerics.scaling(precision)
+    wgrad_dtype = "fp32" if accumulate else dtype
+    if kind is None:
+        return [
+            (f"{name}.forward", GemmProblem(m, n, k, dtype, dtype, None, None, dtype)),
+            (f"{name}.dgrad", GemmProblem(m, k, n, dtype, dtype, None, None, dtype)),
+            (f"{name}.wgrad", GemmProblem(n, k, m, dtype, dtype, None, None, wgrad_dtype, accumulate)),
+        ]
+    fwd, grad = kind.forward_format.name, kind.gradient_format.name
+    cast = lambda rows, columns, fmt, granularity: QuantizeProblem(  # noqa: E731
+        rows, columns, dtype, fmt, granularity, pow2 and not kind.delayed, True, kind.delayed)
+    return [
+        (f"{name}.quantize_x", cast(m, k, fwd, kind.activation)),
+        (f"{name}.quantize_w", cast(n, k, fwd, kind.weight)),
+        (f"{name}.quantize_dy", cast(m, n, grad, kind.gradient)),
+        (f"{name}.forward", GemmProblem(m, n, k, fwd, fwd, kind.activation, kind.weight, dtype)),
+        (f"{name}.dgrad", GemmProblem(m, k, n, grad, fwd, kind.gradient, kind.weight, dtype)),
+        (f"{name}.wgrad", GemmProblem(n, k, m, grad, fwd, kind.gradient, kind.activation, wgrad_dtype, accumulate)),
+    ]
+
+
+def plan_run(cfg, target: Target | str | None = None) -> dict[str, Plan]:
+    """label -> Plan for every op of a run. PlanError when one of them cannot run; the message starts with its label."""
+    target = run_target(cfg) if target is None else target
+    if isinstance(target, str):
+        target = Target(target, ADAPTER_FRAMEWORK[cfg.adapter.name])
+    plans = {}
+    for label, problem in problems_of(cfg):
+        kernel = cfg.attention.kernel if problem.op == "attention" else "auto"
+        plans[label] = plan(problem, target, kernel, cfg.run.fallback)
+    return plans
