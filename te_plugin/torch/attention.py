@@ -50,7 +50,11 @@ def plan_of(q, k, cu_q, key: str) -> Plan:
 
 
 def _forward(q, k, v, cu_q, cu_k, start_q, start_k, options):
-    chosen = plan_of(q, k, cu_q, options)
+    return run_forward(plan_of(q, k, cu_q, options), q, k, v, cu_q, cu_k, start_q, start_k)
+
+
+def run_forward(chosen: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
+    """out[Tq,H,D], lse[H,Tq] by a given plan."""
     if chosen.kernel.library is None:
         from te_plugin.torch import framework_attention
 
@@ -68,7 +72,11 @@ def _forward_fake(q, k, v, cu_q, cu_k, start_q, start_k, options):
 
 
 def _backward(dout, q, k, v, out, lse, cu_q, cu_k, start_q, start_k, options):
-    chosen = plan_of(q, k, cu_q, options)
+    return run_backward(plan_of(q, k, cu_q, options), dout, q, k, v, out, lse, cu_q, cu_k, start_q, start_k)
+
+
+def run_backward(chosen: Plan, dout, q, k, v, out, lse, cu_q, cu_k, start_q, start_k):
+    """dq, dk, dv by a given plan; scratch is what the plan says."""
     if chosen.kernel.library is None:
         from te_plugin.torch import framework_attention
 
