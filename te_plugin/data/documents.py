@@ -1,0 +1,194 @@
+"""Where text documents come from: the built-in corpus, text files, JSON lines, parquet.
+
+A source lists its files when it is opened (so that a missing path fails at once), iterates over (name, text) pairs in a fixed order, and has
+a content hash. The name says where a document stands (file, line or row), because every complaint about a document must name it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import hashlib
+import json
+import lzma
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+
+from te_plugin.data.errors import DataError, missing_package
+
+CORPUS = "shakespeare.jsonl.xz"
+SUFFIXES = {
+    "text": (".txt", ".text", ".md", ".rst"),
+    "jsonl": (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz"),
+    "parquet": (".parquet",),
+}
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Documents of one kind (corpus, text, jsonl, parquet) from `files`, in the order of their sorted paths."""
+
+    kind: str
+    files: tuple[Path, ...]
+    text_field: str = "text"
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(file.stat().st_size for file in self.files)
+
+    def content_hash(self) -> str:
+        """Hash of the file contents and of how they are read; not of names or times."""
+        digest = hashlib.blake2b(f"{self.kind}\0{self.text_field}".encode(), digest_size=16)
+        for file in self.files:
+            digest.update(file.stat().st_size.to_bytes(8, "little"))
+            with file.open("rb") as stream:
+                while block := stream.read(1 << 20):
+                    digest.update(block)
+        return digest.hexdigest()
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        if self.kind == "corpus":
+            documents = _corpus()
+        elif self.kind == "text":
+            documents = ((str(file), _read_text(file)) for file in self.files)
+        else:
+            documents = (document for file in self.files for document in _read_with_datasets(self.kind, file, self.text_field))
+        for name, text in documents:
+            if not text.strip():
+                raise DataError(f"document {name} is empty: remove it, or give it text")
+            yield name, text
+
+
+def open_source(kind: str, path: str | None = None, text_field: str = "text") -> TextSource:
+    """Find the files of a source. path: a file or a folder (searched with its subfolders); none for the corpus.
+
+    Raises DataError for an unknown kind, a missing path, a folder without files of the kind.
+    """
+    if kind == "corpus":
+        if path is not None:
+            raise DataError(f"data.source=corpus is the text inside the package and takes no data.path (got {path}): use data.source=text")
+        return TextSource(kind, (Path(str(resources.files("te_plugin.data") / "corpus" / CORPUS)),))
+    if kind not in SUFFIXES:
+        raise DataError(f"data.source={kind!r} is no text source: use corpus, {', '.join(SUFFIXES)}")
+    if path is None:
+        raise DataError(f"data.source={kind} needs data.path: a file or a folder of {', '.join(SUFFIXES[kind])} files")
+    root = Path(path)
+    if root.is_file():
+        return TextSource(kind, (root,), text_field)
+    if not root.is_dir():
+        raise DataError(f"data.path={path} does not exist")
+    files = sorted(f for f in root.rglob("*") if f.name.lower().endswith(SUFFIXES[kind]) and _visible(f, root) and f.is_file())
+    if not files:
+        raise DataError(f"data.path={path} holds no file that ends in {', '.join(SUFFIXES[kind])} (data.source={kind})")
+    return TextSource(kind, tuple(files), text_field)
+
+
+def byte_entropy(texts=None) -> float:
+    """Entropy of single-byte frequencies in nats: the loss of the best model that ignores context.
+
+    texts: an iterable of str or bytes; default the built-in corpus.
+    """
+    counts = np.zeros(256, np.int64)
+    for text in (text for _, text in _corpus()) if texts is None else texts:
+        raw = text.encode() if isinstance(text, str) else bytes(text)
+        counts += np.bincount(np.frombuffer(raw, np.uint8), minlength=256)
+    if not counts.any():
+        raise DataError("the entropy of no text is undefined")
+    frequency = counts[counts > 0] / counts.sum()
+    return float(-(frequency * np.log(frequency)).sum())
+
+
+def _visible(file: Path, root: Path) -> bool:
+    return not any(part.startswith(".") for part in file.relative_to(root).parts)
+
+
+@lru_cache(maxsize=1)
+def _corpus() -> tuple[tuple[str, str], ...]:
+    packed = (resources.files("te_plugin.data") / "corpus" / CORPUS).read_bytes()
+    documents = (json.loads(line) for line in lzma.decompress(packed).decode("utf-8").splitlines())
+    return tuple((document["id"], document["text"]) for document in documents)
+
+
+def _read_text(file: Path) -> str:
+    raw = file.read_bytes()
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        _check_utf8(file)
+        raise
+
+
+def _check_utf8(file: Path) -> None:
+    """Raise DataError with the offset of the first byte of `file` (unpacked, if .gz) that is not UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    done = 0
+    opener = gzip.open if file.name.endswith(".gz") else open
+    try:
+        with opener(file, "rb") as stream:
+            while True:
+                block = stream.read(1 << 20)
+                waiting = len(decoder.getstate()[0])  # bytes of a character that the last block cut
+                try:
+                    decoder.decode(block, final=not block)
+                except UnicodeDecodeError as error:
+                    at = done - waiting + error.start
+                    value = error.object[error.start]
+                    raise DataError(f"{file} is not UTF-8: byte {at} (0x{value:02x}). Convert the file, or leave it out") from None
+                done += len(block)
+                if not block:
+                    return
+    except (gzip.BadGzipFile, EOFError) as error:
+        raise DataError(f"{file} is no sound gzip file: {error}") from None
+
+
+def _read_with_datasets(kind: str, file: Path, text_field: str) -> Iterator[tuple[str, str]]:
+    """Rows of one JSON lines or parquet file, streamed: nothing is copied into a cache."""
+    if kind == "jsonl":
+        _check_utf8(file)
+    if file.stat().st_size == 0:
+        raise DataError(f"{file} is empty: remove it, or give it documents")
+    try:
+        import datasets
+        import pyarrow
+    except ImportError:
+        raise missing_package("datasets", f"data.source={kind}", "data") from None
+    loader = {"jsonl": "json", "parquet": "parquet"}[kind]
+    unit = {"jsonl": "record", "parquet": "row"}[kind]
+    row = 0
+    try:
+        for row, record in enumerate(datasets.load_dataset(loader, data_files=[str(file)], split="train", streaming=True), 1):
+            name = f"{file}, {unit} {row}"
+            if text_field not in record:
+                raise DataError(f"{name} has no field {text_field!r} (it has: {', '.join(map(str, record))}): set data.text_field")
+            text = record[text_field]
+            if not isinstance(text, str):
+                raise DataError(f"{name}: field {text_field!r} is {_kind_of(text)}, expected a string")
+            yield name, text
+    except DataError:
+        raise
+    except (ValueError, OSError, StopIteration, RuntimeError, pyarrow.ArrowException, datasets.exceptions.DatasetsError) as error:
+        reason = (kind == "jsonl" and _bad_json_line(file)) or str(error) or "no rows"
+        raise DataError(f"{file} cannot be read as {kind} after {unit} {row}: {reason}") from None
+
+
+def _kind_of(value) -> str:
+    return "empty (null)" if value is None else f"of type {type(value).__name__}"
+
+
+def _bad_json_line(file: Path) -> str | None:
+    """The first line that is no JSON object, for the error message."""
+    opener = gzip.open if file.name.endswith(".gz") else open
+    with opener(file, "rb") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                if line.strip() and not isinstance(json.loads(line), dict):
+                    return f"line {number} is no JSON object"
+            except ValueError as error:
+                return f"line {number} is no JSON: {error}"
+    return None
