@@ -42,7 +42,7 @@ $(INSTALLED): pyproject.toml constraints.txt | python compiler
 	touch $@
 
 # The editable install has built the library; later changes of the sources rebuild it here.
-$(CPU_LIBRARY): $(CPU_SOURCES) $(INSTALLED)
+$(CPU_LIBRARY): $(CPU_SOURCES) | $(INSTALLED)
 	$(VENV)/bin/cmake -S . -B build/make -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) --log-level=WARNING
 	$(VENV)/bin/cmake --build build/make
 	touch $@

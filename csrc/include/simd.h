@@ -7,8 +7,9 @@
 //     TE_SIMD_DECLARE(void, scale_row, (const float* x, float* y, int64_t n, float s));     // in a header
 //     TE_SIMD_CALL(scale_row)(x, y, n, s);                                                  // in a plain .cpp
 //
-// A .simd.cpp may not use inline functions of the standard library (std::vector, std::min, ...) nor of headers that are outside
-// `namespace TE_SIMD`: the linker keeps one copy of an inline function, perhaps the AVX-512 one, and an older processor would run it.
+// A .simd.cpp may call, besides its own functions, only those that are `static` in its headers (convert.h is), and no inline function
+// of the standard library (std::vector, std::min, ...): of an inline function the linker keeps one copy, perhaps the AVX-512 one, and
+// an older processor would run it.
 #pragma once
 
 #include <cstdint>

@@ -1,0 +1,233 @@
+// Inner loops of quantise and dequantise (quantize_kernels.h). Plain loops over lanes: the compiler vectorises them; the bits are
+// the same at every level because each lane is one FP32 multiplication followed by integer arithmetic (convert.h).
+#include <cstdint>
+#include <cstring>
+
+#include "convert.h"
+#include "quantize_kernels.h"
+
+namespace te {
+namespace TE_SIMD {
+namespace {
+
+template <typename T>
+struct Lane;  // the integer whose maximum is the amax, and its way back to float bits
+template <>
+struct Lane<float> {
+  using Int = int32_t;
+  static constexpr Int mask = 0x7FFFFFFF;
+  static inline __attribute__((always_inline)) uint32_t bits(Int v) { return uint32_t(v); }
+};
+template <>
+struct Lane<bf16> {
+  using Int = int16_t;
+  static constexpr Int mask = 0x7FFF;
+  static inline __attribute__((always_inline)) uint32_t bits(Int v) { return uint32_t(uint16_t(v)) << 16; }
+};
+template <>
+struct Lane<f16> {
+  using Int = int16_t;
+  static constexpr Int mask = 0x7FFF;
+  static inline __attribute__((always_inline)) uint32_t bits(Int v) { return float_bits(to_float(f16{uint16_t(v)})); }
+};
+
+template <typename T>
+TE_INLINE typename Lane<T>::Int load_bits(const T* x) {
+  typename Lane<T>::Int v;
+  memcpy(&v, x, sizeof(v));
+  return v;
+}
+
+template <typename T>
+TE_INLINE typename Lane<T>::Int amax_span(const T* x, int64_t n) {
+  using Int = typename Lane<T>::Int;
+  Int best = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const Int v = Int(load_bits(x + i) & Lane<T>::mask);
+    best = v > best ? v : best;
+  }
+  return best;
+}
+
+template <typename T>
+void amax_rows_t(const T* x, int64_t ld, int64_t rows, int64_t cols, int64_t group, uint32_t* out) {
+  const int64_t groups = (cols + group - 1) / group;
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t begin = g * group;
+      const int64_t n = cols - begin < group ? cols - begin : group;
+      // A constant trip count lets short groups live in registers.
+      const T* p = x + r * ld + begin;
+      out[r * groups + g] = Lane<T>::bits(n == 128 ? amax_span(p, 128) : n == 32 ? amax_span(p, 32) : amax_span(p, n));
+    }
+  }
+}
+
+template <typename T>
+void amax_cols_t(const T* x, int64_t ld, int64_t rows, int64_t cols, uint32_t* out) {
+  using Int = typename Lane<T>::Int;
+  constexpr int64_t width = 128;
+  for (int64_t c0 = 0; c0 < cols; c0 += width) {
+    Int best[width] = {};
+    const int64_t n = cols - c0 < width ? cols - c0 : width;
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* p = x + r * ld + c0;
+      if (n == width) {
+        for (int64_t c = 0; c < width; ++c) {
+          const Int v = Int(load_bits(p + c) & Lane<T>::mask);
+          best[c] = v > best[c] ? v : best[c];
+        }
+      } else {
+        for (int64_t c = 0; c < n; ++c) {
+          const Int v = Int(load_bits(p + c) & Lane<T>::mask);
+          best[c] = v > best[c] ? v : best[c];
+        }
+      }
+    }
+    for (int64_t c = 0; c < n; ++c) out[c0 + c] = Lane<T>::bits(best[c]);
+  }
+}
+
+template <typename T>
+int64_t count_nonfinite_t(const T* x, int64_t ld, int64_t rows, int64_t cols) {
+  int64_t count = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < cols; ++c) count += (float_bits(to_float(x[r * ld + c])) & kInfBits) == kInfBits;
+  }
+  return count;
+}
+
+// One scale for n values.
+template <int Code, typename T>
+TE_INLINE void encode_span(const T* __restrict__ x, int64_t n, float scale, uint8_t* __restrict__ out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = uint8_t(fp8_encode<Code>(to_float(x[i]) * scale));
+}
+
+template <int Code, typename T>
+void encode_rows_t(const T* x, int64_t ld, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group,
+                   uint8_t* out, int64_t out_ld) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t begin = 0, g = 0; begin < cols; begin += group, ++g) {
+      const int64_t n = cols - begin < group ? cols - begin : group;
+      encode_span<Code>(x + r * ld + begin, n, scales[r * scale_ld + g], out + r * out_ld + begin);
+    }
+  }
+}
+
+template <int Code, typename T>
+void encode_cols_t(const T* x, int64_t ld, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group,
+                   uint8_t* out, int64_t out_ld) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* __restrict__ p = x + r * ld;
+    const float* __restrict__ s = scales + (r / group) * scale_ld;
+    uint8_t* __restrict__ o = out + r * out_ld;
+    for (int64_t c = 0; c < cols; ++c) o[c] = uint8_t(fp8_encode<Code>(to_float(p[c]) * s[c]));
+  }
+}
+
+// ---- byte transpose --------------------------------------------------------------------------------------------------------
+
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));
+
+#if defined(__clang__)
+#define TE_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define TE_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Bytes16{__VA_ARGS__})
+#endif
+
+TE_INLINE Bytes16 interleave_low(Bytes16 a, Bytes16 b) {
+  return TE_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+}
+TE_INLINE Bytes16 interleave_high(Bytes16 a, Bytes16 b) {
+  return TE_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+
+// Four perfect shuffles of 16 rows of 16 bytes are a transpose.
+TE_INLINE void transpose_16x16(const uint8_t* in, int64_t in_ld, uint8_t* out, int64_t out_ld) {
+  Bytes16 a[16], b[16];
+  for (int i = 0; i < 16; ++i) memcpy(&a[i], in + i * in_ld, 16);
+  for (int i = 0; i < 8; ++i) b[2 * i] = interleave_low(a[i], a[i + 8]), b[2 * i + 1] = interleave_high(a[i], a[i + 8]);
+  for (int i = 0; i < 8; ++i) a[2 * i] = interleave_low(b[i], b[i + 8]), a[2 * i + 1] = interleave_high(b[i], b[i + 8]);
+  for (int i = 0; i < 8; ++i) b[2 * i] = interleave_low(a[i], a[i + 8]), b[2 * i + 1] = interleave_high(a[i], a[i + 8]);
+  for (int i = 0; i < 8; ++i) a[2 * i] = interleave_low(b[i], b[i + 8]), a[2 * i + 1] = interleave_high(b[i], b[i + 8]);
+  for (int i = 0; i < 16; ++i) memcpy(out + i * out_ld, &a[i], 16);
+}
+
+// ---- choice of the template by dtype and format -----------------------------------------------------------------------------
+
+template <typename T>
+TE_INLINE const T* rows_of(Matrix m) {
+  return static_cast<const T*>(m.x);
+}
+
+#define TE_BY_DTYPE(m, call)                     \
+  switch ((m).dtype) {                           \
+    case kF32: { using T = float; call; break; } \
+    case kBf16: { using T = bf16; call; break; } \
+    default: { using T = f16; call; break; }     \
+  }
+
+#define TE_BY_FORMAT(format, call)                                    \
+  switch (format) {                                                   \
+    case kE4M3: { constexpr int Code = kE4M3; call; break; }          \
+    case kE5M2: { constexpr int Code = kE5M2; call; break; }          \
+    case kE4M3Fnuz: { constexpr int Code = kE4M3Fnuz; call; break; }  \
+    default: { constexpr int Code = kE5M2Fnuz; call; break; }         \
+  }
+
+template <int Code, typename Y>
+void decode_row_t(const uint8_t* __restrict__ in, int64_t cols, const float* scales, int64_t group, Y* __restrict__ y) {
+  for (int64_t begin = 0, g = 0; begin < cols; begin += group, ++g) {
+    const int64_t end = cols - begin < group ? cols : begin + group;
+    const float scale = scales[g];
+    for (int64_t c = begin; c < end; ++c) from_float(fp8_decode<Code>(in[c]) * scale, y + c);
+  }
+}
+
+}  // namespace
+
+void amax_rows(Matrix m, int64_t rows, int64_t cols, int64_t group, uint32_t* out) {
+  TE_BY_DTYPE(m, amax_rows_t(rows_of<T>(m), m.ld, rows, cols, group, out))
+}
+
+void amax_cols(Matrix m, int64_t rows, int64_t cols, uint32_t* out) {
+  TE_BY_DTYPE(m, amax_cols_t(rows_of<T>(m), m.ld, rows, cols, out))
+}
+
+int64_t count_nonfinite(Matrix m, int64_t rows, int64_t cols) {
+  int64_t count = 0;
+  TE_BY_DTYPE(m, count = count_nonfinite_t(rows_of<T>(m), m.ld, rows, cols))
+  return count;
+}
+
+void encode_rows(Matrix m, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group, int64_t format,
+                 uint8_t* out, int64_t out_ld) {
+  TE_BY_FORMAT(format, TE_BY_DTYPE(m, (encode_rows_t<Code, T>(rows_of<T>(m), m.ld, rows, cols, scales, scale_ld, group, out, out_ld))))
+}
+
+void encode_cols(Matrix m, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group, int64_t format,
+                 uint8_t* out, int64_t out_ld) {
+  TE_BY_FORMAT(format, TE_BY_DTYPE(m, (encode_cols_t<Code, T>(rows_of<T>(m), m.ld, rows, cols, scales, scale_ld, group, out, out_ld))))
+}
+
+void transpose_bytes(const uint8_t* in, int64_t in_ld, int64_t rows, int64_t cols, uint8_t* out, int64_t out_ld) {
+  const int64_t whole_rows = rows / 16 * 16;
+  const int64_t whole_cols = cols / 16 * 16;
+  for (int64_t c = 0; c < whole_cols; c += 16) {
+    for (int64_t r = 0; r < whole_rows; r += 16) transpose_16x16(in + r * in_ld + c, in_ld, out + c * out_ld + r, out_ld);
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = r < whole_rows ? whole_cols : 0; c < cols; ++c) out[c * out_ld + r] = in[r * in_ld + c];
+  }
+}
+
+void decode_row(const uint8_t* in, int64_t cols, const float* scales, int64_t group, int64_t format, void* y, int y_dtype) {
+  if (y_dtype == kF32) {
+    TE_BY_FORMAT(format, (decode_row_t<Code>(in, cols, scales, group, static_cast<float*>(y))))
+  } else {
+    TE_BY_FORMAT(format, (decode_row_t<Code>(in, cols, scales, group, static_cast<bf16*>(y))))
+  }
+}
+
+}  // namespace TE_SIMD
+}  // namespace te

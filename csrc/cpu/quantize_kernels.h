@@ -1,0 +1,41 @@
+// The inner loops of quantise and dequantise: tiles of a row-major matrix, at every instruction-set level (simd.h).
+//
+// x[rows, cols] has `ld` elements from row to row. An amax is kept as the bits of a non-negative float: as integers these order
+// finite < infinity < NaN, so an integer maximum is exact, drops no NaN and needs no order of evaluation.
+#pragma once
+
+#include <cstdint>
+
+#include "simd.h"
+
+namespace te {
+
+struct Matrix {
+  const void* x;
+  int dtype;  // MatrixDtype
+  int64_t ld;
+};
+
+enum MatrixDtype : int { kF32 = 0, kBf16 = 1, kF16 = 2 };
+
+}  // namespace te
+
+// out[r, g] = amax bits of row r, columns g*group .. (g+1)*group - 1; out has ceil(cols/group) columns.
+TE_SIMD_DECLARE(void, amax_rows, (Matrix m, int64_t rows, int64_t cols, int64_t group, uint32_t* out))
+// out[c] = amax bits of column c.
+TE_SIMD_DECLARE(void, amax_cols, (Matrix m, int64_t rows, int64_t cols, uint32_t* out))
+TE_SIMD_DECLARE(int64_t, count_nonfinite, (Matrix m, int64_t rows, int64_t cols))
+// out[r, c] = encode(x[r, c] * scales[r * scale_ld + c / group])
+TE_SIMD_DECLARE(void, encode_rows,
+                (Matrix m, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group, int64_t format,
+                 uint8_t* out, int64_t out_ld))
+// out[r, c] = encode(x[r, c] * scales[(r / group) * scale_ld + c])
+TE_SIMD_DECLARE(void, encode_cols,
+                (Matrix m, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group, int64_t format,
+                 uint8_t* out, int64_t out_ld))
+// out[c, r] = in[r, c]
+TE_SIMD_DECLARE(void, transpose_bytes,
+                (const uint8_t* in, int64_t in_ld, int64_t rows, int64_t cols, uint8_t* out, int64_t out_ld))
+// y[c] = decode(in[c]) * scales[c / group], c < cols; y is float32 or bfloat16.
+TE_SIMD_DECLARE(void, decode_row,
+                (const uint8_t* in, int64_t cols, const float* scales, int64_t group, int64_t format, void* y, int y_dtype))

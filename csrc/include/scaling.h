@@ -1,0 +1,47 @@
+// Scales from an amax: numerics.scale_from_amax in C++, and the names of the granularities.
+#pragma once
+
+#include <cstdint>
+
+#include "convert.h"
+
+namespace te {
+
+// numerics.GRANULARITY_CODE
+enum Granularity : int64_t { kTensor = 0, kRow = 1, kBlock1x128 = 2, kBlock128x128 = 3, kMx = 4, kGranularities = 5 };
+
+constexpr int64_t kBlock = 128;
+constexpr int64_t kMxBlock = 32;
+
+struct Scale {
+  float scale;      // multiplies x before the cast
+  float scale_inv;  // multiplies the data afterwards
+};
+
+// Smallest e with 2^e >= x, for x > 0 and finite, cut off at -126; 0 for x == 0.
+TE_INLINE int ceil_log2(float x) {
+  const uint32_t u = float_bits(x);
+  if (u == 0) return 0;
+  if (u < 0x00800000u) return -126;  // subnormal: at most 2^-126
+  return int(u >> 23) - 127 + ((u & 0x7FFFFFu) != 0 ? 1 : 0);
+}
+
+// amax as the bits of a non-negative float; NaN and infinity allowed.
+TE_INLINE Scale scale_from_amax(uint32_t amax_bits, float max, bool pow2) {
+  if (amax_bits > kInfBits) return {bits_float(kNanBits), bits_float(kNanBits)};
+  if (amax_bits == 0) return {1.0f, 1.0f};
+  const float amax = amax_bits == kInfBits ? kFltMax : bits_float(amax_bits);
+  if (pow2) {
+    int e = ceil_log2(amax / max);
+    e = e < -126 ? -126 : e > 126 ? 126 : e;
+    return {bits_float(uint32_t(127 - e) << 23), bits_float(uint32_t(127 + e) << 23)};
+  }
+  float scale = max / amax;
+  scale = scale > kFltMax ? kFltMax : scale;
+  return {scale, 1.0f / scale};
+}
+
+// The E8M0 byte of a power of two (or NaN) made by scale_from_amax.
+TE_INLINE uint8_t e8m0_encode(float scale_inv) { return scale_inv != scale_inv ? 255 : uint8_t(float_bits(scale_inv) >> 23); }
+
+}  // namespace te
