@@ -1,5 +1,6 @@
 """te_plugin for torch: functions, modules and the state of FP8 layers."""
 
+from te_plugin.torch.convert import ConvertReport, convert
 from te_plugin.torch.functional import (
     align_groups,
     attention,
@@ -25,7 +26,7 @@ from te_plugin.torch.quantize import QuantizedTensor
 from te_plugin.torch.state import DelayedScaling, LinearState, advance_scaling
 
 __all__ = [
-    "DelayedScaling", "DotProductAttention", "GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear", "LinearState",
-    "QuantizedTensor", "RMSNorm", "advance_scaling", "align_groups", "attention", "cross_entropy", "dequantize",
+    "ConvertReport", "DelayedScaling", "DotProductAttention", "GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear", "LinearState",
+    "QuantizedTensor", "RMSNorm", "advance_scaling", "align_groups", "attention", "convert", "cross_entropy", "dequantize",
     "grouped_linear", "linear", "positions_of", "quantize", "rms_norm", "rope", "swiglu",
 ]

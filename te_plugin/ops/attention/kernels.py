@@ -25,13 +25,13 @@ def dq_buffers(problem: AttentionProblem, splits: int = 1) -> tuple[BufferSpec, 
     if problem.dq_accumulation == "fp32":
         shape = (splits, heads, rows, problem.head_dim)
         strides = (heads * rows * problem.head_dim, rows * problem.head_dim, problem.head_dim, 1)
-        return (BufferSpec("dq_acc", "backward", shape, "fp32", strides, zeroed=True),)
+        return (BufferSpec("dq_acc", "backward", shape, "fp32", strides),)
     capacity = problem.segment_capacity if problem.segment_capacity is not None else rows
     padded = -(-capacity // ROW_MULTIPLE) * ROW_MULTIPLE
     shape = (splits, problem.segments, heads, padded, PADDED_HEAD_DIM)
     strides = (problem.segments * heads * padded * PADDED_HEAD_DIM, heads * padded * PADDED_HEAD_DIM,
                padded * PADDED_HEAD_DIM, PADDED_HEAD_DIM, 1)
-    return (BufferSpec("dq_acc", "backward", shape, "bf16", strides, zeroed=True),)
+    return (BufferSpec("dq_acc", "backward", shape, "bf16", strides),)
 
 
 def attributes(problem: AttentionProblem) -> tuple[int | float, ...]:
