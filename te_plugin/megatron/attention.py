@@ -1,0 +1,202 @@
+"""Core attention for Megatron's SelfAttention: packed rows (THD) and padded rows (SBHD), RoPE inside.
+
+Legend: T tokens, H query heads, G kv heads, D head dim, s sequence, b batch, N segments.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+
+from te_plugin.config import ConfigError
+from te_plugin.megatron.arguments import refuse_unknown
+from te_plugin.megatron.quant import refuse_unsupported
+from te_plugin.megatron.rope import RopeOptions, inverse_frequencies
+from te_plugin.torch import functional
+
+_MASKS = {AttnMaskType.causal: "causal", AttnMaskType.padding_causal: "causal", AttnMaskType.no_mask: "none",
+          AttnMaskType.padding: "none"}
+
+
+@dataclass
+class PackedRows(PackedSeqParams):
+    """PackedSeqParams that also carry `positions` int32[T] (restarting per segment), so that no layer has to compute them."""
+
+    positions: torch.Tensor | None = field(default=None)
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What Megatron's config cannot say. layout: "thd" or "bshd" makes the other one an error, None takes both.
+
+    rope None: positions are handled elsewhere (Megatron's rotary module). The rest: te_plugin.torch.functional.attention.
+    """
+
+    layout: str | None = None
+    rope: RopeOptions | None = None
+    window_left: int | None = None
+    kernel: str = "auto"
+    fallback: str = "error"
+    precision: str = "bf16"
+    dq_accumulation: str = "fp32"
+    deterministic: bool = False
+
+    @staticmethod
+    def from_config(cfg) -> AttentionOptions:
+        """From a run's config.Config."""
+        attention = cfg.attention
+        return AttentionOptions(layout=cfg.layout.name, rope=RopeOptions.from_model(cfg.model),
+                                window_left=attention.window_left, kernel=attention.kernel, fallback=cfg.run.fallback,
+                                precision=attention.precision, dq_accumulation=attention.dq_accumulation,
+                                deterministic=attention.deterministic)
+
+
+class CoreAttention(torch.nn.Module):
+    """softmax(Q K^T) V per segment or row, with RoPE on Q and K when options.rope is set."""
+
+    def __init__(self, *, config, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str = "self",
+                 cp_comm_type: str | None = None, softmax_scale: float | None = None, pg_collection=None,
+                 attention_dropout: float | None = None, k_channels: int | None = None, v_channels: int | None = None,
+                 num_splits: int | None = None, options: AttentionOptions = AttentionOptions(), **unknown):
+        super().__init__()
+        refuse_unknown(type(self), {**unknown, "num_splits": num_splits})
+        refuse_unsupported(config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        _refuse(config, attention_type, dropout, k_channels, v_channels)
+        self.config = config
+        self.layer_number = layer_number
+        self.options = options
+        self.mask = _mask_name(attn_mask_type)
+        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        self.window = _window(config, options)
+        self.deterministic = options.deterministic or bool(getattr(config, "deterministic_mode", False))
+        self._inv_freq: dict[torch.device, torch.Tensor] = {}
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None = None, /,
+                *, attn_mask_type: AttnMaskType | None = None, attention_bias: torch.Tensor | None = None,
+                packed_seq_params: PackedSeqParams | None = None) -> torch.Tensor:
+        """q[T,H,D], k, v[T,G,D] with packed_seq_params -> [T, H*D]; q[s,b,H,D], k, v[s,b,G,D] without -> [s, b, H*D].
+
+        attention_mask: None, or for padded rows a padding mask bool[b,1,1,s], True at the padding after a row's tokens. A dense
+        [s,s] mask is refused: this attention is causal per segment by itself.
+        """
+        if attention_bias is not None:
+            raise ValueError(f"core attention of layer {self.layer_number}: attention_bias is not supported; pass None")
+        mask = self.mask if attn_mask_type is None else _mask_name(attn_mask_type)
+        if packed_seq_params is not None:
+            return self._packed(query, key, value, attention_mask, packed_seq_params, mask)
+        if self.options.layout == "thd":
+            raise ValueError(
+                f"core attention of layer {self.layer_number} got no packed_seq_params and layout=thd: documents would see each "
+                f"other. Every pipeline stage needs the packed_seq_params of its microbatch; pass them to the model's forward")
+        return self._padded(query, key, value, attention_mask, mask)
+
+    def _packed(self, q, k, v, attention_mask, packed: PackedSeqParams, mask: str) -> torch.Tensor:
+        if packed.qkv_format != "thd":
+            raise ValueError(f"packed_seq_params.qkv_format={packed.qkv_format!r}: only 'thd' is packed")
+        if self.options.layout == "bshd":
+            raise ValueError(f"core attention of layer {self.layer_number} got packed_seq_params and layout=bshd; use layout=thd")
+        if attention_mask is not None:
+            raise ValueError("attention_mask is not used with packed_seq_params: cu_seqlens says what a token sees; pass None")
+        if (packed.local_cp_size or 1) > 1:
+            raise ValueError(f"packed_seq_params.local_cp_size={packed.local_cp_size}: context parallelism is not supported here")
+        if q.shape[0] != k.shape[0]:
+            raise ValueError(f"self-attention over packed rows needs as many keys as queries; got {k.shape[0]} and {q.shape[0]}")
+        cu_q, start_q = _int32(packed.cu_seqlens_q), _int32(packed.cu_seqlens_q_padded)
+        if self.options.rope is not None:
+            positions = getattr(packed, "positions", None)
+            if positions is None:
+                positions = functional.positions_of(cu_q, q.shape[0], start_q)
+            q, k = self._rotate(q, positions), self._rotate(k, positions)
+        out = self._attend(q, k, v, mask, cu_seqlens_q=cu_q, cu_seqlens_q_padded=start_q)
+        return out.reshape(out.shape[0], -1)
+
+    def _padded(self, q, k, v, attention_mask, mask: str) -> torch.Tensor:
+        s, b, heads, head_dim = q.shape
+        q, k, v = (x.transpose(0, 1).reshape(b * s, x.shape[2], head_dim) for x in (q, k, v))
+        if self.options.rope is not None:
+            positions = torch.arange(s, dtype=torch.int32, device=q.device).repeat(b)
+            q, k = self._rotate(q, positions), self._rotate(k, positions)
+        starts = torch.arange(0, b * s + 1, s, dtype=torch.int32, device=q.device)
+        lengths = _row_lengths(attention_mask, b, s)
+        if lengths is None:
+            out = self._attend(q, k, v, mask, cu_seqlens_q=starts)
+        else:
+            cu = torch.zeros_like(starts)
+            torch.cumsum(lengths, 0, dtype=torch.int32, out=cu[1:])
+            out = self._attend(q, k, v, mask, cu_seqlens_q=cu, cu_seqlens_q_padded=starts)
+        return out.view(b, s, heads * head_dim).transpose(0, 1)
+
+    def _attend(self, q, k, v, mask: str, **segments) -> torch.Tensor:
+        options = self.options
+        return functional.attention(q, k, v, mask=mask, window=self.window, softmax_scale=self.softmax_scale,
+                                    precision=options.precision, dq_accumulation=options.dq_accumulation,
+                                    deterministic=self.deterministic, kernel=options.kernel, fallback=options.fallback, **segments)
+
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        inv_freq = self._inv_freq.get(x.device)
+        if inv_freq is None:  # kept out of the buffers: a cast of the model to BF16 must not reach it
+            inv_freq = torch.from_numpy(inverse_frequencies(x.shape[-1], self.options.rope)).to(x.device)
+            self._inv_freq[x.device] = inv_freq
+        return functional.rope(x, positions, inv_freq=inv_freq, fallback=self.options.fallback)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None) -> dict:
+        """No parameters, nothing to save."""
+        return {}
+
+
+def _int32(cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
+    return None if cu_seqlens is None else cu_seqlens.to(torch.int32)
+
+
+def _mask_name(attn_mask_type: AttnMaskType) -> str:
+    if attn_mask_type not in _MASKS:
+        raise ConfigError(f"attn_mask_type={attn_mask_type} is not supported; supported: {', '.join(m.name for m in _MASKS)}")
+    return _MASKS[attn_mask_type]
+
+
+def _row_lengths(attention_mask: torch.Tensor | None, b: int, s: int) -> torch.Tensor | None:
+    """int32[b] from a padding mask bool[b,1,1,s] (True: padding, at the end of the row)."""
+    if attention_mask is None:
+        return None
+    if tuple(attention_mask.shape) != (b, 1, 1, s) or attention_mask.dtype != torch.bool:
+        raise ValueError(
+            f"attention_mask {tuple(attention_mask.shape)} {attention_mask.dtype}: this attention takes None or a padding mask "
+            f"bool[{b}, 1, 1, {s}], not a dense mask (it is causal by itself). With Megatron-LM's loaders: "
+            f"--no-create-attention-mask-in-dataloader")
+    return (~attention_mask).sum(dim=(1, 2, 3), dtype=torch.int32)
+
+
+def _window(config, options: AttentionOptions) -> tuple[int, int] | None:
+    """(left, right) from options.window_left or config.window_size; both set and different is an error."""
+    asked = getattr(config, "window_size", None)
+    asked = None if asked is None else tuple(asked)
+    own = None if options.window_left is None else (options.window_left, 0)
+    if asked is not None and own is not None and asked != own:
+        raise ConfigError(f"config.window_size={asked} and window_left={options.window_left} differ; set one of them")
+    return own if own is not None else asked
+
+
+def _refuse(config, attention_type: str, dropout: float, k_channels: int | None, v_channels: int | None) -> None:
+    if attention_type != "self":
+        raise ConfigError(f"attention_type={attention_type!r}: only self-attention is supported")
+    if dropout:
+        raise ConfigError(f"attention_dropout={dropout}: this attention has no dropout; set attention_dropout=0.0")
+    if config.context_parallel_size > 1:
+        raise ConfigError(f"context_parallel_size={config.context_parallel_size}: this core attention does not exchange keys "
+                          f"between ranks; set it to 1")
+    for name, channels in (("k_channels", k_channels), ("v_channels", v_channels)):
+        if channels is not None and channels != config.kv_channels:
+            raise ConfigError(f"{name}={channels} differs from kv_channels={config.kv_channels}: head sizes must be equal")
+    unsupported = {"apply_query_key_layer_scaling": "scores are scaled by softmax_scale only", "qk_clip": "no score maximum is kept",
+                   "window_attn_skip_freq": "a window holds for every layer or for none", "multi_latent_attention": "MLA needs "
+                   "another core attention", "no_rope_freq": "RoPE is applied in every layer or in none"}
+    for name, why in unsupported.items():
+        if getattr(config, name, None):
+            raise ConfigError(f"config.{name}={getattr(config, name)!r} is not supported: {why}. Unset it")
+    if getattr(config, "softmax_type", "vanilla") != "vanilla":
+        raise ConfigError(f"softmax_type={config.softmax_type!r} is not supported: use 'vanilla'")

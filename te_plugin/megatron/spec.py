@@ -1,0 +1,155 @@
+"""The layer specification: which modules Megatron builds a llama from. No TransformerEngine, nothing patched.
+
+Use in Megatron-LM:  --spec te_plugin.megatron layer_spec --transformer-impl local
+                     --no-rope-fusion --no-gradient-accumulation-fusion --te-precision-config-file fp8.yaml
+`rope_layer_spec` is the same with RoPE inside core attention (--position-embedding-type none).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from te_plugin.config import ConfigError
+from te_plugin.megatron.attention import AttentionOptions, CoreAttention
+from te_plugin.megatron.experts import GroupedExperts, Router
+from te_plugin.megatron.linear import ColumnParallelLinear, RowParallelLinear
+from te_plugin.megatron.norm import RMSNorm, SwiGLU
+from te_plugin.megatron.quant import refuse_unsupported
+from te_plugin.megatron.rope import RopeOptions
+
+
+class PluginSpecProvider(BackendSpecProvider):
+    """Megatron's question "which module do you use for ...?", answered with this plugin's modules."""
+
+    def __init__(self, attention: AttentionOptions = AttentionOptions(), fallback: str = "error"):
+        self.attention, self.fallback = attention, fallback
+
+    def column_parallel_linear(self) -> type:
+        return ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return RowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return False
+
+    def column_parallel_layer_norm_linear(self) -> type | None:
+        return None
+
+    def layer_norm(self, rms_norm: bool = True, for_qk: bool = False, has_residual: bool = False):
+        return partial(RMSNorm, fallback=self.fallback)
+
+    def core_attention(self):
+        return ModuleSpec(module=CoreAttention, params={"options": self.attention})
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool):
+        if moe_use_grouped_gemm:
+            return partial(GroupedExperts, fallback=self.fallback)
+        return partial(SequentialMLP, submodules=MLPSubmodules(
+            linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=self.activation_func()))
+
+    def activation_func(self):
+        """Used by Megatron where config.use_te_activation_func is True; the name is Megatron's, the module is ours."""
+        return partial(SwiGLU, fallback=self.fallback)
+
+
+def layer_spec(config, vp_stage: int | None = None, *, attention: AttentionOptions = AttentionOptions(),
+               fallback: str = "error", pp_rank: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage and the final norm, for a TransformerConfig or Megatron-LM's GPTModelConfig.
+
+    Positions: by Megatron's rotary module unless attention.rope is set (see rope_layer_spec).
+    fallback: what framework maths on a GPU means (plan.plan): error, warn or allow.
+    ConfigError for settings that would be accepted and ignored, config.fp8 first of all.
+    """
+    refuse_unsupported(config)
+    _refuse_model(config)
+    provider = PluginSpecProvider(attention, fallback)
+    layers = [_layer(config, provider, _is_moe(config, index))
+              for index in _layer_indices(config, vp_stage, pp_rank)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=provider.layer_norm())
+
+
+def rope_layer_spec(config, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """layer_spec with RoPE inside core attention. Reads rotary_base and the rope_scaling fields of Megatron-LM's model config.
+
+    ConfigError unless position_embedding_type is "none": anything else would rotate twice or add learned positions.
+    """
+    kind = getattr(config, "position_embedding_type", None)
+    if kind != "none":
+        raise ConfigError(f"rope_layer_spec rotates inside core attention, and position_embedding_type={kind!r}; set it to 'none' "
+                          f"(--position-embedding-type none), or use layer_spec")
+    base = getattr(config, "rotary_base", None)
+    if base is None:
+        raise ConfigError("rope_layer_spec reads config.rotary_base, and this config has none; use layer_spec(config, "
+                          "attention=AttentionOptions(rope=RopeOptions(theta=...)))")
+    if getattr(config, "rotary_percent", 1.0) != 1.0 or getattr(config, "rotary_interleaved", False):
+        raise ConfigError("rotary_percent other than 1.0 and rotary_interleaved are not supported; unset them")
+    rope = RopeOptions(theta=float(base))
+    if getattr(config, "use_rope_scaling", False) or getattr(config, "rope_scaling", False):
+        rope = replace(rope, factor=float(getattr(config, "rope_scaling_factor", 8.0)))
+    return layer_spec(config, vp_stage, attention=AttentionOptions(rope=rope))
+
+
+def _layer(config, provider: PluginSpecProvider, moe: bool) -> ModuleSpec:
+    norm = provider.layer_norm()
+    qk_norm = provider.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
+    return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(
+        input_layernorm=norm,
+        self_attention=ModuleSpec(
+            module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal},
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=provider.column_parallel_linear(), core_attention=provider.core_attention(),
+                linear_proj=provider.row_parallel_linear(), q_layernorm=qk_norm, k_layernorm=qk_norm)),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=norm,
+        mlp=_moe(config, provider) if moe else get_mlp_module_spec_for_backend(
+            backend=provider, use_te_activation_func=config.use_te_activation_func),
+        mlp_bda=get_bias_dropout_add,
+        # Checkpoints keep the names of layers whose norm is fused into the linear layer after it.
+        sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                                     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"} if not moe else
+        {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}))
+
+
+def _moe(config, provider: PluginSpecProvider):
+    if config.moe_shared_expert_intermediate_size is not None:
+        raise ConfigError("moe_shared_expert_intermediate_size is set: shared experts are not in this specification; unset it")
+    return partial(MoELayer, submodules=MoESubmodules(experts=provider.grouped_mlp_modules(bool(config.moe_grouped_gemm)),
+                                                      router=Router))
+
+
+def _layer_indices(config, vp_stage: int | None, pp_rank: int | None) -> range:
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    return range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank))
+
+
+def _is_moe(config, layer: int) -> bool:
+    """moe_layer_freq: an integer n makes every n-th layer (0, n, ...) a mixture; a list says it layer by layer."""
+    if not config.num_moe_experts:
+        return False
+    freq = config.moe_layer_freq
+    return layer % freq == 0 if isinstance(freq, int) else bool(freq[layer])
+
+
+def _refuse_model(config) -> None:
+    if config.normalization != "RMSNorm":
+        raise ConfigError(f"normalization={config.normalization!r}: this specification builds llamas; set 'RMSNorm'")
+    for name in ("multi_latent_attention", "mtp_num_layers", "experimental_attention_variant", "heterogeneous_block_specs"):
+        if getattr(config, name, None):
+            raise ConfigError(f"config.{name}={getattr(config, name)!r} is not in this specification; unset it")
