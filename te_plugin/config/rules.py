@@ -45,7 +45,13 @@ def target_arch(cfg: Config) -> str:
     """The architecture that the run's kernels are planned for: run.target, else run.device, else what this machine has."""
     if cfg.run.target != "auto":
         return cfg.run.target
-    return "cpu" if cfg.run.device == "cpu" else machine_arch()
+    if cfg.run.device == "cpu":
+        return "cpu"
+    arch = machine_arch()
+    if arch == "cpu" and cfg.run.device == "cuda":
+        raise ConfigError("run.device=cuda: torch sees no GPU on this machine; set run.device=cpu to run here, or name the GPU to "
+                          "plan for: te-plugin explain ... target=sm90")
+    return arch
 
 
 def machine_arch() -> str:
@@ -117,7 +123,9 @@ def _bf16_layers(cfg: Config) -> Iterator[str]:
 # field -> (whether it means anything in this run, what it belongs to). A changed value that means nothing is refused.
 _BELONGS: dict[str, tuple[Callable[[Config], bool], str]] = {
     **{f"precision.{name}": (lambda c: numerics.scaling(c.precision.name) is not None, "FP8 precisions")
-       for name in ("weight_cache", "pow2_scale", "bf16_layers_at_start", "bf16_layers_at_end")},
+       for name in ("weight_cache", "bf16_layers_at_start", "bf16_layers_at_end")},
+    "precision.pow2_scale": (lambda c: c.precision.name in ("fp8_current", "fp8_rowwise", "fp8_block"),
+                             "fp8_current, fp8_rowwise and fp8_block (mxfp8 scales are powers of two always)"),
     "precision.amax_history_len": (lambda c: c.precision.name == "fp8_delayed", "precision=fp8_delayed"),
     "precision.amax_compute": (lambda c: c.precision.name == "fp8_delayed", "precision=fp8_delayed"),
     **{f"moe.{name}": (lambda c: c.moe.num_experts > 0, "models with moe.num_experts above 0")
@@ -281,6 +289,7 @@ def _machine(cfg: Config) -> Iterator[str]:
                f"(te-plugin explain plans for other machines)")
 
 
+@run_rule
 def _kernels(cfg: Config) -> Iterator[str]:
     """Every kernel of the run, asked of the plan that the launch will read."""
     from te_plugin.ops.recipe import plan_run

@@ -7,7 +7,7 @@ What each value may be, and which values go together, is in rules.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 MISSING: Any = "???"  # OmegaConf's mark, so that Hydra and the schema agree on what is not set
 
@@ -68,7 +68,7 @@ class AttentionConfig:
     precision: str = "bf16"  # bf16 | fp8
     dq_accumulation: str = "fp32"  # fp32 | bf16
     deterministic: bool = False
-    window_left: Optional[int] = None
+    window_left: int | None = None
 
 
 @dataclass
@@ -115,10 +115,10 @@ class DataConfig:
 
     name: str = MISSING
     source: str = MISSING  # corpus | text | jsonl | parquet | megatron | synthetic
-    path: Optional[str] = None
+    path: str | None = None
     text_field: str = "text"
     tokenizer: str = "bytes"  # bytes | llama3 | hf
-    tokenizer_path: Optional[str] = None
+    tokenizer_path: str | None = None
     seq_len: int = MISSING
     shuffle: bool = True
     seed: int = 1234
@@ -156,7 +156,7 @@ class ScheduleConfig:
     eval_rows: int = 16
     checkpoint_interval: int = 50
     keep_checkpoints: int = 2
-    stop_after_steps: Optional[int] = None
+    stop_after_steps: int | None = None
 
 
 @dataclass
@@ -166,9 +166,9 @@ class TrackConfig:
     name: str = MISSING
     mode: str = "auto"  # auto | jsonl | wandb | wandb_offline
     project: str = "te_plugin"
-    entity: Optional[str] = None
-    run_name: Optional[str] = None
-    group: Optional[str] = None
+    entity: str | None = None
+    run_name: str | None = None
+    group: str | None = None
 
 
 @dataclass
@@ -176,21 +176,21 @@ class CheckConfig:
     """How the loss curve is checked at the end of a run: against the recipe's golden curve, recorded as one, or not at all."""
 
     mode: str = "golden"  # golden | record | off
-    reason: Optional[str] = None  # required with record
+    reason: str | None = None  # required with record
 
 
 @dataclass
 class RunConfig:
     """Where and how the process runs; nothing here changes the model or the data."""
 
-    dir: Optional[str] = None
+    dir: str | None = None
     resume: bool = False
     seed: int = 1234
     device: str = "auto"  # auto | cpu | cuda
-    threads: Optional[int] = None
+    threads: int | None = None
     target: str = "auto"
     fallback: str = "error"  # error | warn | allow
-    init_from: Optional[str] = None
+    init_from: str | None = None
 
 
 @dataclass
@@ -198,7 +198,7 @@ class AcceptConfig:
     """Paired acceptance: how many seeds, and the largest endpoint gap in nats (None: from the measured twin noise)."""
 
     seeds: int = 3
-    delta: Optional[float] = None
+    delta: float | None = None
 
 
 @dataclass

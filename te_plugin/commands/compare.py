@@ -1,0 +1,34 @@
+"""Compare two run directories: what differs in their configurations, the gap between their loss curves, and a picture."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from te_plugin.config import ConfigError
+
+HELP = "compare two runs: configuration, loss gap, picture"
+EXAMPLES = """examples:
+  te-plugin compare runs/llama_tiny-20260101-120000 runs/llama_tiny-20260101-121500
+  te-plugin compare RUN_A RUN_B --out gap.png"""
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("run_a", type=Path, metavar="RUN_A")
+    parser.add_argument("run_b", type=Path, metavar="RUN_B")
+    parser.add_argument("--out", type=Path, metavar="PICTURE", help="where the picture goes (default: compare.png in RUN_B)")
+
+
+def run(args: Namespace) -> int:
+    for run_dir in (args.run_a, args.run_b):
+        require_run_dir(run_dir)
+    from te_plugin.convergence.compare import compare_runs
+
+    return compare_runs(args.run_a, args.run_b, args.out or args.run_b / "compare.png")
+
+
+def require_run_dir(path: Path) -> None:
+    """ConfigError unless the folder holds a run."""
+    if not (path / "config.resolved.yaml").is_file():
+        what = "no such folder" if not path.is_dir() else "it holds no config.resolved.yaml"
+        raise ConfigError(f"{path} is no run directory: {what}; give a folder that te-plugin train made")

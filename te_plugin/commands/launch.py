@@ -1,0 +1,141 @@
+"""The launcher's side of a run: its directory, its configuration file, its processes and its exit code.
+
+Only the launcher makes the directory, and it makes it exclusively: two runs that start in the same second get two directories,
+and no rank ever creates one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from te_plugin.config import Config, ConfigError, differences, load, to_yaml
+
+CONFIG_FILE = "config.resolved.yaml"
+VERDICT_FILE = "verdict.json"
+EXIT_CODES = {"PASS": 0, "OFF": 0, "RECORDED": 0, "FAIL": 1, "INCONCLUSIVE": 2, "SUSPECT": 2}
+# A resumed run keeps its weights and its place in the data; a path may have moved.
+_FIXED_ON_RESUME = ("recipe", "model.", "moe.num_experts", "moe.ffn_hidden_size", "data.source", "data.tokenizer", "data.seq_len",
+                    "data.shuffle", "data.seed", "data.val_fraction", "data.text_field", "schedule.global_rows")
+
+
+def make_run_dir(cfg: Config, now: float | None = None) -> Path:
+    """Make the directory of a run (or find it, on resume) and write config.resolved.yaml into it.
+
+    ConfigError when the directory exists and the run does not resume, or when a resumed run changes its model or its data.
+    """
+    if cfg.run.resume:
+        run_dir = Path(cfg.run.dir)
+        _keep_previous_config(run_dir, cfg)
+    elif cfg.run.dir is not None:
+        run_dir = Path(cfg.run.dir)
+        _mkdir(run_dir)
+    else:
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+        run_dir = _mkdir_unique(Path("runs"), f"{cfg.recipe}-{stamp}")
+    _write(run_dir / CONFIG_FILE, to_yaml(cfg))
+    return run_dir
+
+
+def _mkdir(run_dir: Path) -> None:
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir()
+    except FileExistsError:
+        raise ConfigError(f"run.dir={run_dir} exists, and one directory holds one run; give another name, or continue that run "
+                          f"with run.resume=true") from None
+    except OSError as error:
+        raise ConfigError(f"run.dir={run_dir} cannot be made: {error.strerror}; give a folder that can be written") from error
+
+
+def _mkdir_unique(parent: Path, name: str) -> Path:
+    """parent/name, or parent/name-2, -3, ... where another run was quicker. mkdir is atomic, also between machines."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 10_000):
+            candidate = parent / (name if number == 1 else f"{name}-{number}")
+            try:
+                candidate.mkdir()
+                return candidate
+            except FileExistsError:
+                continue
+    except OSError as error:
+        raise ConfigError(f"{parent}/{name} cannot be made: {error.strerror}; start where you may write, or set run.dir") from error
+    raise ConfigError(f"{parent}/{name} and 9,999 numbered names exist; set run.dir")
+
+
+def _keep_previous_config(run_dir: Path, cfg: Config) -> None:
+    """A resumed run may change its settings: the earlier configuration is kept beside the new one, numbered."""
+    path = run_dir / CONFIG_FILE
+    if not path.is_file():
+        raise ConfigError(f"run.resume=true: {path} does not exist, so there is no run to continue; correct run.dir, or leave "
+                          f"run.resume out")
+    changed = {key: pair for key, pair in differences(load(path), cfg).items() if key not in ("run.resume", "run.dir")}
+    fixed = [key for key in changed if key.startswith(_FIXED_ON_RESUME) and not key.endswith("_path")]
+    if fixed:
+        old, new = changed[fixed[0]]
+        raise ConfigError(f"run.resume=true with {fixed[0]}={new}: the run in {run_dir} has {old}, and a resumed run keeps its "
+                          f"model and data; leave it as it was, or start a new run")
+    if changed:
+        number = 1
+        while (kept := run_dir / f"config.resolved.{number}.yaml").exists():
+            number += 1
+        path.rename(kept)
+        for key, (old, new) in changed.items():
+            print(f"resume: {key} was {old}, is {new} (earlier configuration: {kept.name})")
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file in one step: a reader sees the old text or the new one, never half."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def run_here(cfg: Config, run_dir: Path) -> int:
+    """Train in this process."""
+    from te_plugin.training.run import train
+
+    train(cfg, run_dir)
+    return exit_code(run_dir)
+
+
+def run_processes(run_dir: Path, processes: int) -> int:
+    """Train in `processes` workers on this machine, through torch's elastic launcher. Its failure is ours."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
+               "-m", "te_plugin.training.worker", str(run_dir)]
+    verdict = run_dir / VERDICT_FILE
+    verdict.unlink(missing_ok=True)  # a verdict found afterwards is this run's own
+    with subprocess.Popen(command) as child:
+        previous = {number: signal.signal(number, lambda received, frame: child.send_signal(received))
+                    for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            code = child.wait()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+    if code != 0 and not verdict.is_file():
+        print(f"te-plugin train: the workers ended with exit code {code} and left no verdict in {run_dir}", file=sys.stderr)
+        return 1
+    return exit_code(run_dir)
+
+
+def exit_code(run_dir: Path) -> int:
+    """The exit code that belongs to the verdict of a finished run."""
+    path = run_dir / VERDICT_FILE
+    if not path.is_file():
+        print(f"te-plugin train: the run ended before its verdict; continue it with run.dir={run_dir} run.resume=true",
+              file=sys.stderr)
+        return 1
+    verdict = json.loads(path.read_text(encoding="utf-8"))["verdict"]
+    if verdict not in EXIT_CODES:
+        raise ValueError(f"{path} holds the unknown verdict {verdict!r}; known: {', '.join(EXIT_CODES)}")
+    return EXIT_CODES[verdict]
