@@ -26,7 +26,7 @@ from te_plugin.torch.quantize import QuantizedTensor
 from te_plugin.torch.state import DelayedScaling, LinearState, advance_scaling
 
 __all__ = [
-    "ConvertReport", "DelayedScaling", "DotProductAttention", "GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear", "LinearState",
-    "QuantizedTensor", "RMSNorm", "advance_scaling", "align_groups", "attention", "convert", "cross_entropy", "dequantize",
-    "grouped_linear", "linear", "positions_of", "quantize", "rms_norm", "rope", "swiglu",
+    "ConvertReport", "DelayedScaling", "DotProductAttention", "GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear",
+    "LinearState", "QuantizedTensor", "RMSNorm", "advance_scaling", "align_groups", "attention", "convert", "cross_entropy",
+    "dequantize", "grouped_linear", "linear", "positions_of", "quantize", "rms_norm", "rope", "swiglu",
 ]

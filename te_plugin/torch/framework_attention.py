@@ -53,7 +53,8 @@ def _check_segments(plan: Plan, cu_q, cu_k, start_q, start_k, tokens_q, tokens_k
         if cu[0] != 0 or any(n < 0 for n in lengths):
             raise ValueError(f"cu_seqlens_{name} must start at 0 and not decrease: {cu.tolist()}")
         if any(n and (s < 0 or s + n > tokens) for s, n in zip(start[:-1].tolist(), lengths, strict=True)):
-            raise ValueError(f"cu_seqlens_{name} reaches past the {tokens} rows of the tensor: {cu.tolist()}, starts {start.tolist()}")
+            raise ValueError(f"cu_seqlens_{name} reaches past the {tokens} rows of the tensor: {cu.tolist()}, "
+                             f"starts {start.tolist()}")
     if plan.problem.mask == "causal" and not torch.equal(cu_q, cu_k):
         raise ValueError("mask='causal' needs equal q and kv lengths per segment; say causal_top_left or causal_bottom_right")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from te_plugin.ops.checks import FLOAT_DTYPES, first_reason, wrong_arch, wrong_dtype
 from te_plugin.ops.activation.problem import ActivationProblem
+from te_plugin.ops.checks import FLOAT_DTYPES, first_reason, wrong_arch, wrong_dtype
 from te_plugin.plan import Kernel, Supported, Target, Unsupported, register
 
 
