@@ -51,7 +51,8 @@ def _plan(m, n, k, plain_dtype, out_dtype, accumulate, device, key) -> Plan:
     if o.format_a == "none":
         problem = GemmProblem(m, n, k, plain_dtype, plain_dtype, None, None, DTYPE_NAME[out_dtype], accumulate)
     else:
-        problem = GemmProblem(m, n, k, o.format_a, o.format_b, o.granularity_a, o.granularity_b, DTYPE_NAME[out_dtype], accumulate)
+        problem = GemmProblem(m, n, k, o.format_a, o.format_b, o.granularity_a, o.granularity_b, DTYPE_NAME[out_dtype],
+                              accumulate)
     return plan(problem, target_of(device), o.kernel, o.fallback)
 
 
