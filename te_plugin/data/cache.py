@@ -1,9 +1,9 @@
 """Tokenised documents on disk, for inputs that are slow to tokenise again.
 
-An entry is a folder named by what decides its content: hash of the text files, tokenizer fingerprint, format version. It holds tokens.bin and
-tokens.idx (indexed.py). A run that is killed half-way leaves tokens.bin.partial and a journal of what is safely on disk; the next run goes
-on from there. tokens.idx is renamed into place last, so an entry is complete or not there. A file lock lets one process of many do the
-work while the others wait.
+An entry is a folder named by what decides its content: hash of the text files, tokenizer fingerprint, format version.
+It holds tokens.bin and tokens.idx (indexed.py). A run that is killed half-way leaves tokens.bin.partial and a journal
+of what is safely on disk; the next run goes on from there. tokens.idx is renamed into place last, so an entry is
+complete or not there. A file lock lets one process of many do the work while the others wait.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def tokenise(source: TextSource, tokenizer: Tokenizer, progress: Callable[[int, 
     return store_of(documents)
 
 
-def tokenise_to_disk(source: TextSource, tokenizer: Tokenizer, folder: Path, progress: Callable[[int, int], None]) -> TokenStore:
+def tokenise_to_disk(
+    source: TextSource, tokenizer: Tokenizer, folder: Path, progress: Callable[[int, int], None]
+) -> TokenStore:
     """The cached entry of (source, tokenizer) under `folder`, made or completed if need be. Tokens are a memory map."""
     entry = folder / _entry_name(source, tokenizer)
     try:
@@ -54,14 +56,17 @@ def tokenise_to_disk(source: TextSource, tokenizer: Tokenizer, folder: Path, pro
                 _complete(source, tokenizer, entry, progress)
     except OSError as error:
         raise DataError(
-            f"the token cache {entry} cannot be written: {error.strerror or error}. Work done so far is kept; free space or fix the "
+            f"the token cache {entry} cannot be written: {error.strerror or error}. Work done so far is kept; free "
+            "space or fix the "
             "permissions and start again"
         ) from error
     return read_indexed(entry / "tokens")
 
 
 def _entry_name(source: TextSource, tokenizer: Tokenizer) -> str:
-    return hashlib.blake2b(f"{FORMAT}\0{source.content_hash()}\0{tokenizer.fingerprint}".encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        f"{FORMAT}\0{source.content_hash()}\0{tokenizer.fingerprint}".encode(), digest_size=16
+    ).hexdigest()
 
 
 def _complete(source: TextSource, tokenizer: Tokenizer, entry: Path, progress: Callable[[int, int], None]) -> None:

@@ -1,14 +1,13 @@
 """Packed batches by row number: the data of a run.
 
-Row r of training is row r % rows_per_epoch of epoch r // rows_per_epoch; an epoch's order is a pure function of (data.seed, epoch), so
-resuming is asking for the next row and no iterator state exists. Validation documents are chosen by their number alone, the same for every
-seed, and come in one fixed order.
+Row r of training is row r % rows_per_epoch of epoch r // rows_per_epoch; an epoch's order is a pure function of
+(data.seed, epoch), so resuming is asking for the next row and no iterator state exists. Validation documents are chosen
+by their number alone, the same for every seed, and come in one fixed order.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from te_plugin.data.errors import DataError
 from te_plugin.data.indexed import TokenStore, read_indexed
 from te_plugin.data.progress import Progress
 from te_plugin.data.segments import IGNORED
-from te_plugin.data.tokenizers import Tokenizer, load_tokenizer
+from te_plugin.data.tokenizers import StoredIds, Tokenizer, load_tokenizer
 
 _SPLIT_KEY = 7  # the validation split never depends on data.seed: losses of different seeds stay comparable
 _CHECKED_AT_START = 1 << 30  # tokens; larger stores have their ids checked batch by batch only
@@ -86,20 +85,24 @@ class Data:
     def train_batch(self, first_row: int, rows: int) -> Batch:
         """Rows first_row .. first_row + rows - 1 of the endless training sequence."""
         if first_row < 0 or rows < 1:
-            raise DataError(f"train_batch(first_row={first_row}, rows={rows}): rows start at 0 and a batch has at least one")
+            raise DataError(
+                f"train_batch(first_row={first_row}, rows={rows}): rows start at 0 and a batch has at least one"
+            )
         return self._batch(self._train, [self._train_row(row) for row in range(first_row, first_row + rows)])
 
     def val_batch(self, first_row: int, rows: int) -> Batch:
         """Validation rows; raises DataError past the last one (val_rows), so that no row is counted twice."""
         if first_row < 0 or rows < 1 or first_row + rows > self.val_rows:
             raise DataError(
-                f"validation rows {first_row} to {first_row + rows - 1} asked for, there are {self.val_rows}: lower schedule.eval_rows "
+                f"validation rows {first_row} to {first_row + rows - 1} asked for, there are {self.val_rows}: lower "
+                "schedule.eval_rows "
                 "or raise data.val_fraction"
             )
         return self._batch(self._val, [self._val.row(row, (_SPLIT_KEY,)) for row in range(first_row, first_row + rows)])
 
     def order_hash(self, rows: int, first_row: int = 0) -> str:
-        """Hash of which tokens of which documents the training rows hold, in order: equal hashes mean equal data order."""
+        """Hash of which tokens of which documents the training rows hold, in order: equal hashes mean equal data
+        order."""
         digest = hashlib.sha256()
         for row in range(first_row, first_row + rows):
             chosen = self._train_row(row)
@@ -134,7 +137,9 @@ class Data:
             "segments_per_row_max": int(segments.max()),
             "max_segments": self.max_segments,
             "documents_cut": int(np.unique(pieces.document[pieces.offset > 0]).size),
-            "pieces_of_cut_documents": int((np.bincount(pieces.document)[np.unique(pieces.document[pieces.offset > 0])]).sum()),
+            "pieces_of_cut_documents": int(
+                (np.bincount(pieces.document)[np.unique(pieces.document[pieces.offset > 0])]).sum()
+            ),
             "loss_tokens_per_epoch": loss_tokens,
             "alignment": self.align,
             "ids_checked": "all" if self.store.tokens.size <= _CHECKED_AT_START else "batch by batch",
@@ -192,15 +197,10 @@ class Data:
             else:
                 place = at
             raise DataError(
-                f"document {document} holds token id {ids[at]} at its token {place}, but the vocabulary has {self.vocab_size} ids: "
+                f"document {document} holds token id {ids[at]} at its token {place}, but the vocabulary has "
+                f"{self.vocab_size} ids: "
                 "choose the tokenizer that made the data, or a model with its vocabulary"
             )
-
-
-@dataclass(frozen=True)
-class _Opened:
-    store: TokenStore
-    origin: dict
 
 
 def split_documents(count: int, val_fraction: float) -> tuple[np.ndarray, np.ndarray]:
@@ -212,7 +212,9 @@ def split_documents(count: int, val_fraction: float) -> tuple[np.ndarray, np.nda
     if val_fraction == 0:
         return np.arange(count), np.zeros(0, np.int64)
     if count == 1:
-        raise DataError("one document cannot be split into training and validation: add documents, or set data.val_fraction=0")
+        raise DataError(
+            "one document cannot be split into training and validation: add documents, or set data.val_fraction=0"
+        )
     wanted = min(max(1, round(count * val_fraction)), count - 1)
     order = np.argsort(packing.hashed(count, _SPLIT_KEY), kind="stable")
     return np.sort(order[wanted:]), np.sort(order[:wanted])
@@ -221,21 +223,25 @@ def split_documents(count: int, val_fraction: float) -> tuple[np.ndarray, np.nda
 def build_data(cfg, cache_folder: Path | None = None) -> Data:
     """The data of a run from its Config (groups data, layout, parallel, model).
 
-    Text that is large enough to be worth it is tokenised once into cache_folder (default ~/.cache/te_plugin/tokens). Raises DataError, or
-    ConfigError where two fields contradict each other.
+    Text that is large enough to be worth it is tokenised once into cache_folder (default ~/.cache/te_plugin/tokens).
+    Raises DataError, or ConfigError where two fields contradict each other.
     """
     from te_plugin.config import ConfigError  # the schema library is needed for configs only
 
     data = cfg.data
-    tokenizer = load_tokenizer(data.tokenizer, data.tokenizer_path)
+    if data.source in ("megatron", "synthetic"):  # ids already: no tokenizer is needed, nor its files
+        tokenizer = StoredIds(cfg.model.vocab_size)
+    else:
+        tokenizer = load_tokenizer(data.tokenizer, data.tokenizer_path)
     if tokenizer.vocab_size > cfg.model.vocab_size:
         raise ConfigError(
-            f"data.tokenizer={data.tokenizer} has {tokenizer.vocab_size} ids, model.vocab_size={cfg.model.vocab_size} has fewer: "
+            f"data.tokenizer={data.tokenizer} has {tokenizer.vocab_size} ids, "
+            f"model.vocab_size={cfg.model.vocab_size} has fewer: "
             f"set model.vocab_size to at least {tokenizer.vocab_size}"
         )
-    opened = _open(data, tokenizer, default_folder() if cache_folder is None else cache_folder)
+    store, origin = _open(data, tokenizer, default_folder() if cache_folder is None else cache_folder)
     return Data(
-        opened.store,
+        store,
         tokenizer,
         data.seq_len,
         align=packing.alignment(1, cfg.parallel.context_parallel),
@@ -243,21 +249,21 @@ def build_data(cfg, cache_folder: Path | None = None) -> Data:
         seed=data.seed,
         shuffle=data.shuffle,
         val_fraction=data.val_fraction,
-        origin=opened.origin,
+        origin=origin,
     )
 
 
-def _open(data, tokenizer: Tokenizer, cache_folder: Path) -> _Opened:
+def _open(data, tokenizer: Tokenizer, cache_folder: Path) -> tuple[TokenStore, dict]:
     origin = {"source": data.source, "path": data.path, "synthetic": data.source == "synthetic"}
     if data.source == "synthetic":
         if data.path is not None:
             raise DataError(f"data.source=synthetic makes its own tokens and takes no data.path (got {data.path})")
-        note = {"note": synthetic.NOTE, "best_loss": round(synthetic.best_loss(), 4)}
-        return _Opened(synthetic.synthetic_documents(tokenizer, data.seq_len), origin | note)
+        note = {"note": synthetic.NOTE, "best_loss": round(synthetic.best_loss(tokenizer.vocab_size), 4)}
+        return synthetic.synthetic_documents(tokenizer.vocab_size, data.seq_len), origin | note
     if data.source == "megatron":
         if data.path is None:
             raise DataError("data.source=megatron needs data.path: the common prefix of the .bin and .idx files")
-        return _Opened(read_indexed(data.path), origin | {"bos": "as stored", "eos": "as stored"})
+        return read_indexed(data.path), origin | {"bos": "as stored", "eos": "as stored"}
     source = open_source(data.source, data.path, data.text_field)
     origin |= {"files": len(source.files), "bos": tokenizer.bos_id is not None, "eos": True}
     on_disk = data.source != "corpus" and source.size >= PAYS_FROM
@@ -266,4 +272,4 @@ def _open(data, tokenizer: Tokenizer, cache_folder: Path) -> _Opened:
             store = tokenise_to_disk(source, tokenizer, cache_folder, progress)
         else:
             store = tokenise(source, tokenizer, progress)
-    return _Opened(store, origin | {"token_cache": str(cache_folder) if on_disk else "none (small input)"})
+    return store, origin | {"token_cache": str(cache_folder) if on_disk else "none (small input)"}

@@ -1,7 +1,8 @@
 """Where text documents come from: the built-in corpus, text files, JSON lines, parquet.
 
-A source lists its files when it is opened (so that a missing path fails at once), iterates over (name, text) pairs in a fixed order, and has
-a content hash. The name says where a document stands (file, line or row), because every complaint about a document must name it.
+A source lists its files when it is opened (so that a missing path fails at once), iterates over (name, text) pairs in a
+fixed order, and has a content hash. The name says where a document stands (file, line or row), because every complaint
+about a document must name it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class TextSource:
         elif self.kind == "text":
             documents = ((str(file), _read_text(file)) for file in self.files)
         else:
-            documents = (document for file in self.files for document in _read_with_datasets(self.kind, file, self.text_field))
+            documents = (
+                document for file in self.files for document in _read_with_datasets(self.kind, file, self.text_field)
+            )
         for name, text in documents:
             if not text.strip():
                 raise DataError(f"document {name} is empty: remove it, or give it text")
@@ -72,7 +75,10 @@ def open_source(kind: str, path: str | None = None, text_field: str = "text") ->
     """
     if kind == "corpus":
         if path is not None:
-            raise DataError(f"data.source=corpus is the text inside the package and takes no data.path (got {path}): use data.source=text")
+            raise DataError(
+                f"data.source=corpus is the text inside the package and takes no data.path (got {path}): use "
+                "data.source=text"
+            )
         return TextSource(kind, (Path(str(resources.files("te_plugin.data") / "corpus" / CORPUS)),))
     if kind not in SUFFIXES:
         raise DataError(f"data.source={kind!r} is no text source: use corpus, {', '.join(SUFFIXES)}")
@@ -83,7 +89,9 @@ def open_source(kind: str, path: str | None = None, text_field: str = "text") ->
         return TextSource(kind, (root,), text_field)
     if not root.is_dir():
         raise DataError(f"data.path={path} does not exist")
-    files = sorted(f for f in root.rglob("*") if f.name.lower().endswith(SUFFIXES[kind]) and _visible(f, root) and f.is_file())
+    files = sorted(
+        f for f in root.rglob("*") if f.name.lower().endswith(SUFFIXES[kind]) and _visible(f, root) and f.is_file()
+    )
     if not files:
         raise DataError(f"data.path={path} holds no file that ends in {', '.join(SUFFIXES[kind])} (data.source={kind})")
     return TextSource(kind, tuple(files), text_field)
@@ -139,7 +147,9 @@ def _check_utf8(file: Path) -> None:
                 except UnicodeDecodeError as error:
                     at = done - waiting + error.start
                     value = error.object[error.start]
-                    raise DataError(f"{file} is not UTF-8: byte {at} (0x{value:02x}). Convert the file, or leave it out") from None
+                    raise DataError(
+                        f"{file} is not UTF-8: byte {at} (0x{value:02x}). Convert the file, or leave it out"
+                    ) from None
                 done += len(block)
                 if not block:
                     return
@@ -162,17 +172,28 @@ def _read_with_datasets(kind: str, file: Path, text_field: str) -> Iterator[tupl
     unit = {"jsonl": "record", "parquet": "row"}[kind]
     row = 0
     try:
-        for row, record in enumerate(datasets.load_dataset(loader, data_files=[str(file)], split="train", streaming=True), 1):
+        for row, record in enumerate(
+            datasets.load_dataset(loader, data_files=[str(file)], split="train", streaming=True), 1
+        ):
             name = f"{file}, {unit} {row}"
             if text_field not in record:
-                raise DataError(f"{name} has no field {text_field!r} (it has: {', '.join(map(str, record))}): set data.text_field")
+                raise DataError(
+                    f"{name} has no field {text_field!r} (it has: {', '.join(map(str, record))}): set data.text_field"
+                )
             text = record[text_field]
             if not isinstance(text, str):
                 raise DataError(f"{name}: field {text_field!r} is {_kind_of(text)}, expected a string")
             yield name, text
     except DataError:
         raise
-    except (ValueError, OSError, StopIteration, RuntimeError, pyarrow.ArrowException, datasets.exceptions.DatasetsError) as error:
+    except (
+        ValueError,
+        OSError,
+        StopIteration,
+        RuntimeError,
+        pyarrow.ArrowException,
+        datasets.exceptions.DatasetsError,
+    ) as error:
         reason = (kind == "jsonl" and _bad_json_line(file)) or str(error) or "no rows"
         raise DataError(f"{file} cannot be read as {kind} after {unit} {row}: {reason}") from None
 

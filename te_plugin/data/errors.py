@@ -9,4 +9,6 @@ class DataError(ValueError):
 
 def missing_package(package: str, needed_for: str, extra: str) -> DataError:
     """The error for an optional package that is not installed."""
-    return DataError(f"{needed_for} needs the package {package!r}, which is not installed: pip install 'te_plugin[{extra}]'")
+    return DataError(
+        f"{needed_for} needs the package {package!r}, which is not installed: pip install 'te_plugin[{extra}]'"
+    )

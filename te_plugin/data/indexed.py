@@ -1,8 +1,10 @@
-"""Megatron's indexed token files: PREFIX.bin holds tokens, PREFIX.idx says where each sequence and document lies. NumPy only.
+"""Megatron's indexed token files: PREFIX.bin holds tokens, PREFIX.idx says where each sequence and document lies. NumPy
+only.
 
-Layout of .idx (little endian): 9 bytes "MMIDIDX\\0\\0", uint64 version 1, uint8 dtype code, uint64 sequences, uint64 entries of the document
-list; then int32 length of each sequence, int64 byte offset of each sequence in .bin, int64 document list (first sequence of each document,
-and the number of sequences at the end). A trailing int8 mode a sequence (multimodal data) is not supported.
+Layout of .idx (little endian): 9 bytes "MMIDIDX\\0\\0", uint64 version 1, uint8 dtype code, uint64 sequences, uint64
+entries of the document list; then int32 length of each sequence, int64 byte offset of each sequence in .bin, int64
+document list (first sequence of each document, and the number of sequences at the end). A trailing int8 mode a sequence
+(multimodal data) is not supported.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np
 
 @dataclass(frozen=True)
 class TokenStore:
-    """Documents of token ids: document d is tokens[starts[d] : starts[d] + lengths[d]]. `tokens` may be a memory map."""
+    """Documents of token ids: document d is tokens[starts[d] : starts[d] + lengths[d]]. `tokens` may be a memory
+    map."""
 
     tokens: np.ndarray
     starts: np.ndarray  # int64[D]
@@ -44,11 +47,14 @@ def store_of(documents: Iterable[np.ndarray]) -> TokenStore:
     documents = list(documents)
     lengths = np.array([document.size for document in documents], np.int64)
     tokens = np.concatenate(documents) if documents else np.zeros(0, np.int32)
-    return TokenStore(tokens=tokens, starts=np.concatenate([[0], np.cumsum(lengths)])[:-1].astype(np.int64), lengths=lengths)
+    return TokenStore(
+        tokens=tokens, starts=np.concatenate([[0], np.cumsum(lengths)])[:-1].astype(np.int64), lengths=lengths
+    )
 
 
 def read_indexed(path: str | Path) -> TokenStore:
-    """Open PREFIX.bin/.idx (path: the prefix or either file). Tokens stay on disk. Raises DataError naming the file and the fault."""
+    """Open PREFIX.bin/.idx (path: the prefix or either file). Tokens stay on disk. Raises DataError naming the file and
+    the fault."""
     prefix = _prefix(path)
     index_file, token_file = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for file in (index_file, token_file):
@@ -66,7 +72,9 @@ def read_indexed(path: str | Path) -> TokenStore:
     if raw.size == expected + sequences and sequences:
         raise DataError(f"{index_file} holds sequence modes (multimodal data), which are not supported")
     if raw.size != expected:
-        raise DataError(f"{index_file} has {raw.size} bytes, its header promises {expected}: the file is cut or damaged")
+        raise DataError(
+            f"{index_file} has {raw.size} bytes, its header promises {expected}: the file is cut or damaged"
+        )
     sizes, pointers, documents = _sections(raw, sequences, entries)
     dtype = np.dtype(_DTYPES[code])
     if documents.size == 0 or documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
@@ -75,12 +83,19 @@ def read_indexed(path: str | Path) -> TokenStore:
         raise DataError(f"{index_file} holds negative or misaligned entries: the file is damaged")
     end = int((pointers + sizes * dtype.itemsize).max()) if sequences else 0
     if end > token_file.stat().st_size:
-        raise DataError(f"{token_file} has {token_file.stat().st_size} bytes, {index_file} needs {end}: the file is cut")
+        raise DataError(
+            f"{token_file} has {token_file.stat().st_size} bytes, {index_file} needs {end}: the file is cut"
+        )
     together = pointers[:-1] + sizes[:-1] * dtype.itemsize == pointers[1:]
     inside = np.ones(max(sequences - 1, 0), bool)
-    inside[documents[1:-1][(documents[1:-1] > 0) & (documents[1:-1] < sequences)] - 1] = False  # steps from one document to the next
+    inside[documents[1:-1][(documents[1:-1] > 0) & (documents[1:-1] < sequences)] - 1] = (
+        False  # steps from one document to the next
+    )
     if not together[inside].all():
-        raise DataError(f"{index_file}: the sequences of a document do not follow each other in {token_file}, which is not supported")
+        raise DataError(
+            f"{index_file}: the sequences of a document do not follow each other in {token_file}, which is not "
+            "supported"
+        )
     upto = np.concatenate([[0], np.cumsum(sizes)])
     lengths = upto[documents[1:]] - upto[documents[:-1]]
     for document in np.flatnonzero(lengths == 0)[:1]:
@@ -90,9 +105,11 @@ def read_indexed(path: str | Path) -> TokenStore:
 
 
 def write_indexed(path: str | Path, documents: Iterable[np.ndarray], vocab_size: int) -> None:
-    """Write documents (1-D integer arrays, one sequence each) as PREFIX.bin/.idx; ids as uint16 where vocab_size allows, else int32.
+    """Write documents (1-D integer arrays, one sequence each) as PREFIX.bin/.idx; ids as uint16 where vocab_size
+    allows, else int32.
 
-    Files appear under their names only when complete. Raises DataError for an empty document or an id outside the vocabulary.
+    Files appear under their names only when complete. Raises DataError for an empty document or an id outside the
+    vocabulary.
     """
     prefix = _prefix(path)
     dtype = token_dtype(vocab_size)
@@ -113,7 +130,8 @@ def write_indexed(path: str | Path, documents: Iterable[np.ndarray], vocab_size:
 
 
 def write_index(prefix: str | Path, lengths: np.ndarray, dtype) -> None:
-    """PREFIX.idx for documents of one sequence each that follow each other in PREFIX.bin; written last and atomically."""
+    """PREFIX.idx for documents of one sequence each that follow each other in PREFIX.bin; written last and
+    atomically."""
     code = next(code for code, known in _DTYPES.items() if np.dtype(known) == np.dtype(dtype))
     count = len(lengths)
     pointers = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[:-1] * np.dtype(dtype).itemsize
@@ -133,8 +151,10 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def _sections(raw: np.ndarray, sequences: int, entries: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Lengths, byte offsets and document list as int64."""
     cuts = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences, 8 * entries])
-    parts = (raw[a:b].tobytes() for a, b in zip(cuts[:-1], cuts[1:]))
-    return tuple(np.frombuffer(part, kind).astype(np.int64) for part, kind in zip(parts, ("<i4", "<i8", "<i8")))
+    parts = (raw[a:b].tobytes() for a, b in zip(cuts[:-1], cuts[1:], strict=True))
+    return tuple(
+        np.frombuffer(part, kind).astype(np.int64) for part, kind in zip(parts, ("<i4", "<i8", "<i8"), strict=True)
+    )
 
 
 def _prefix(path: str | Path) -> str:

@@ -1,9 +1,10 @@
 """Packing documents into rows of a fixed number of tokens.
 
-Two steps. `plan_rows` decides how lengths share rows: best-fit decreasing, run on the histogram of lengths, so its cost depends on the
-number of different lengths and not on the number of documents, and the number of rows is the same in every epoch. `deal` then puts
-documents into the places of their length, at random by (seed, epoch) or in input order. Both are pure functions, on every machine and
-every NumPy version: random order comes from hashed indices, not from a generator's stream.
+Two steps. `plan_rows` decides how lengths share rows: best-fit decreasing, run on the histogram of lengths, so its cost
+depends on the number of different lengths and not on the number of documents, and the number of rows is the same in
+every epoch. `deal` then puts documents into the places of their length, at random by (seed, epoch) or in input order.
+Both are pure functions, on every machine and every NumPy version: random order comes from hashed indices, not from a
+generator's stream.
 
 A document longer than a row is cut into pieces; each piece is a segment of its own with positions from 0.
 """
@@ -45,7 +46,8 @@ class Pieces:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Places by length, for a given multiset of lengths: slot_row int64[P] is the row of each place, places sorted by padded length."""
+    """Places by length, for a given multiset of lengths: slot_row int64[P] is the row of each place, places sorted by
+    padded length."""
 
     slot_row: np.ndarray
     rows: int
@@ -62,14 +64,17 @@ class RowOrder:
 def pack(lengths, seq_len: int, multiple: int = 1, cp: int = 1, max_segments: int | None = None) -> list[Pack]:
     """Pack documents of `lengths` tokens into rows of seq_len, in input order where the fit allows.
 
-    multiple: every segment starts at and is padded to a multiple of it; cp: and of 2*cp, so that context-parallel ranks can cut it into
-    2*cp chunks. max_segments: at most so many segments a row. Every token of every document is placed exactly once.
-    Raises DataError for a length < 1 or sizes that cannot work.
+    multiple: every segment starts at and is padded to a multiple of it; cp: and of 2*cp, so that context-parallel ranks
+    can cut it into 2*cp chunks. max_segments: at most so many segments a row. Every token of every document is placed
+    exactly once. Raises DataError for a length < 1 or sizes that cannot work.
     """
     pieces = cut_into_pieces(lengths, seq_len, alignment(multiple, cp))
     plan = plan_rows(pieces.padded, seq_len, max_segments)
     order = deal(pieces.padded, plan)
-    return [_make_pack(pieces, order.pieces[a:b], seq_len) for a, b in zip(order.row_start[:-1], order.row_start[1:])]
+    return [
+        _make_pack(pieces, order.pieces[a:b], seq_len)
+        for a, b in zip(order.row_start[:-1], order.row_start[1:], strict=True)
+    ]
 
 
 def alignment(multiple: int, cp: int) -> int:
@@ -88,7 +93,9 @@ def cut_into_pieces(lengths, seq_len: int, align: int = 1) -> Pieces:
     for document in np.flatnonzero(lengths < 1)[:1]:
         raise DataError(f"document {document} has {lengths[document]} tokens: remove empty documents")
     if seq_len < align or seq_len % align:
-        raise DataError(f"seq_len={seq_len} is no multiple of the alignment {align} of segments: choose a multiple of {align}")
+        raise DataError(
+            f"seq_len={seq_len} is no multiple of the alignment {align} of segments: choose a multiple of {align}"
+        )
     count = -(-lengths // seq_len)
     document = np.repeat(np.arange(lengths.size), count)
     first = np.concatenate([[0], np.cumsum(count)])[:-1]
@@ -98,12 +105,15 @@ def cut_into_pieces(lengths, seq_len: int, align: int = 1) -> Pieces:
 
 
 def plan_rows(padded: np.ndarray, seq_len: int, max_segments: int | None = None) -> RowPlan:
-    """Best-fit decreasing over the histogram of padded lengths: each goes into the fullest row that still has room for it."""
+    """Best-fit decreasing over the histogram of padded lengths: each goes into the fullest row that still has room for
+    it."""
     if max_segments is not None and max_segments < 1:
         raise DataError(f"max_segments={max_segments}: a row needs at least one segment")
     most = max_segments or seq_len
     values, counts = np.unique(padded, return_counts=True)
-    open_rows: dict[int, list[tuple[int, int, tuple]]] = {}  # free tokens -> [(rows, segments, ((length, how many), ...))]
+    open_rows: dict[
+        int, list[tuple[int, int, tuple]]
+    ] = {}  # free tokens -> [(rows, segments, ((length, how many), ...))]
     frees: list[int] = []  # sorted keys of open_rows
     closed: list[tuple[int, tuple]] = []
 
@@ -118,7 +128,7 @@ def plan_rows(padded: np.ndarray, seq_len: int, max_segments: int | None = None)
             insort(frees, free)
         open_rows[free].append((rows, segments, runs))
 
-    for length, left in zip(values[::-1].tolist(), counts[::-1].tolist()):
+    for length, left in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
         while left:
             at = bisect_left(frees, length)
             if at < len(frees):
@@ -159,7 +169,8 @@ def _places(patterns: list[tuple[int, tuple]], total: int) -> RowPlan:
 
 
 def deal(padded: np.ndarray, plan: RowPlan, key: tuple[int, ...] | None = None) -> RowOrder:
-    """Give every piece a place of its length. key None: input order; else a random order that depends on the key's integers only."""
+    """Give every piece a place of its length. key None: input order; else a random order that depends on the key's
+    integers only."""
     count = padded.size
     piece_key = np.arange(count, dtype=np.uint64) if key is None else hashed(count, *key, 1)
     by_length = np.lexsort((piece_key, padded))
@@ -198,7 +209,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def _make_pack(pieces: Pieces, chosen: np.ndarray, seq_len: int) -> Pack:
     lengths, starts = pieces.length[chosen], np.concatenate([[0], np.cumsum(pieces.padded[chosen])])
     positions = np.zeros(seq_len, np.int32)
-    for start, length in zip(starts, lengths):
+    for start, length in zip(starts[:-1], lengths, strict=True):
         positions[start : start + length] = np.arange(length)
     return Pack(
         documents=pieces.document[chosen],

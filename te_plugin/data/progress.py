@@ -1,4 +1,5 @@
-"""A progress line for work whose length is not known beforehand; it appears only when the work takes longer than a moment."""
+"""A progress line for work whose length is not known beforehand; it appears only when the work takes longer than a
+moment."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Tokenizers: bytes, Llama-3, or any Hugging Face tokenizer folder.
 
-Policy, the same for all: a document is [BOS] + its text + EOS. EOS always ends it; BOS starts it where the tokenizer has that habit (bytes and
-Llama-3 do; a Hugging Face tokenizer is asked by encoding a letter). Special tokens spelt out in a text are ordinary text: no document
-can end itself early.
+Policy, the same for all: a document is [BOS] + its text + EOS. EOS always ends it; BOS starts it where the tokenizer
+has that habit (bytes and Llama-3 do; a Hugging Face tokenizer is asked by encoding a letter). Special tokens spelt out
+in a text are ordinary text: no document can end itself early.
 """
 
 from __future__ import annotations
@@ -21,9 +21,17 @@ from te_plugin.data.errors import DataError, missing_package
 
 KINDS = ("bytes", "llama3", "hf")
 _LLAMA3_RANKS, _LLAMA3_SPECIALS = 128_000, 256
-# The split of Llama-3 (and of the cl100k encodings it builds on): part of the vocabulary's definition, not in tokenizer.model.
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# The split of Llama-3 is part of the vocabulary's definition and not in tokenizer.model.
+_LLAMA3_SPLIT = "|".join(
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
 )
 
 
@@ -52,7 +60,8 @@ class Tokenizer:
 
 
 class ByteTokenizer(Tokenizer):
-    """256 bytes of UTF-8, then BOS, EOS, PAD; the vocabulary is padded to 384 so that FP8 and tensor-parallel multiples hold."""
+    """256 bytes of UTF-8, then BOS, EOS, PAD; the vocabulary is padded to 384 so that FP8 and tensor-parallel multiples
+    hold."""
 
     name, vocab_size, bos_id, eos_id, pad_id, fingerprint = "bytes", 384, 256, 257, 258, "bytes-384-v1"
 
@@ -78,15 +87,23 @@ class Llama3Tokenizer(Tokenizer):
         raw = file.read_bytes()
         self.fingerprint = "llama3-" + hashlib.sha256(raw).hexdigest()[:16]
         try:
-            ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in raw.splitlines() if line)}
+            ranks = {
+                base64.b64decode(token): int(rank)
+                for token, rank in (line.split() for line in raw.splitlines() if line)
+            }
         except ValueError as error:
             raise DataError(f"{file} is no tiktoken vocabulary (lines of base64 and rank): {error}") from None
         if len(ranks) != _LLAMA3_RANKS:
-            raise DataError(f"{file} holds {len(ranks)} tokens, Llama-3 has {_LLAMA3_RANKS}: give the tokenizer.model of Llama-3")
+            raise DataError(
+                f"{file} holds {len(ranks)} tokens, Llama-3 has {_LLAMA3_RANKS}: give the tokenizer.model of Llama-3"
+            )
         self._encoding = tiktoken.Encoding("llama3", pat_str=_LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens={})
 
     def encode_text(self, texts):
-        return [np.concatenate([self._encoding.encode_ordinary(part) for part in _digestible(text)]).astype(np.int32) for text in texts]
+        return [
+            np.concatenate([self._encoding.encode_ordinary(part) for part in _digestible(text)]).astype(np.int32)
+            for text in texts
+        ]
 
     def decode(self, ids):
         return self._encoding.decode([int(i) for i in ids if i < _LLAMA3_RANKS])
@@ -121,7 +138,9 @@ class HuggingFaceTokenizer(Tokenizer):
         special = _special_tokens(folder)
         eos = self._id_of(special.get("eos_token"))
         if eos is None:
-            raise DataError(f"{folder} names no eos_token (tokenizer_config.json): documents could not be told apart. Add one")
+            raise DataError(
+                f"{folder} names no eos_token (tokenizer_config.json): documents could not be told apart. Add one"
+            )
         self.eos_id = eos
         bos = self._id_of(special.get("bos_token"))
         starts_with_bos = self._tokenizer.encode("a").ids[:1] == [bos]  # what its own post-processor does
@@ -142,11 +161,28 @@ class HuggingFaceTokenizer(Tokenizer):
         return None if token is None else self._tokenizer.token_to_id(token)
 
 
+class StoredIds(Tokenizer):
+    """No tokenizer: the data are ids already. The last id of the vocabulary ends made-up documents."""
+
+    name, bos_id, pad_id = "none (ids)", None, 0
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size, self.eos_id, self.fingerprint = vocab_size, vocab_size - 1, f"ids-{vocab_size}"
+
+    def encode_text(self, texts):
+        raise DataError("this data holds token ids and has no tokenizer for text")
+
+    def decode(self, ids):
+        return " ".join(str(int(i)) for i in ids)
+
+
 def load_tokenizer(kind: str, path: str | None = None) -> Tokenizer:
     """kind: bytes, llama3 (path: optional tokenizer.model), hf (path: the folder)."""
     if kind == "bytes":
         if path is not None:
-            raise DataError(f"data.tokenizer=bytes takes no data.tokenizer_path (got {path}): use data.tokenizer=hf or llama3")
+            raise DataError(
+                f"data.tokenizer=bytes takes no data.tokenizer_path (got {path}): use data.tokenizer=hf or llama3"
+            )
         return ByteTokenizer()
     if kind == "llama3":
         return Llama3Tokenizer(path)
@@ -167,7 +203,8 @@ def _llama3_file(path: str | None) -> Path:
         if file.is_file():
             return file
     raise DataError(
-        "data.tokenizer=llama3 needs the tokenizer.model of Llama-3, which is under Meta's licence and not part of this package: "
+        "data.tokenizer=llama3 needs the tokenizer.model of Llama-3, which is under Meta's licence and not part of "
+        "this package: "
         "pip install --no-deps llama-models==0.3.0, or set data.tokenizer_path"
     )
 
@@ -189,7 +226,8 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _digestible(text: str) -> list[str]:
-    """Cut where tiktoken would need quadratic time or overflow its stack: 400,000 characters, or a run of 25,000 (non-)spaces.
+    """Cut where tiktoken would need quadratic time or overflow its stack: 400,000 characters, or a run of 25,000
+    (non-)spaces.
 
     The same cuts as the Llama-3 reference, so ids are the same.
     """
