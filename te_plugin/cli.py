@@ -16,6 +16,7 @@ from te_plugin import __version__
 from te_plugin.commands import available
 from te_plugin.errors import user_errors
 
+EPILOG = "Start with:\n  te-plugin doctor\n  te-plugin explain recipe=llama_tiny\n  te-plugin train recipe=llama_tiny"
 DESCRIPTION = "FP8 attention and linear kernels for Megatron-Core and MaxText, with recipes that check their own loss curves."
 
 
@@ -29,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> Parser:
     parser = Parser(prog="te-plugin", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter,
-                    epilog="Start with:\n  te-plugin doctor\n  te-plugin explain recipe=llama_tiny\n  te-plugin train recipe=llama_tiny")
+                    epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"te-plugin {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for name, module_name in available().items():

@@ -43,8 +43,9 @@ def run(args: Namespace) -> int:
     impossible = [row for row in rows if row.plan is None]
     if impossible:
         named = report.shorten([row.label for row in impossible])
-        print(f"te-plugin explain: {cfg.recipe} cannot run on {target_arch(cfg)}: {len(impossible)} of {len(rows)} launches have no "
-              f"kernel ({named}); change what a reason names, or accept framework maths with run.fallback=allow", file=sys.stderr)
+        print(f"te-plugin explain: {cfg.recipe} cannot run on {target_arch(cfg)}: {len(impossible)} of {len(rows)} launches have "
+              f"no kernel ({named}); change what a reason names, or accept framework maths with run.fallback=allow",
+              file=sys.stderr)
         return 1
     return 0
 
@@ -56,13 +57,14 @@ def _print_sizes(cfg: Config, processes: int) -> None:
     multiple = numerics.token_multiple(cfg.precision.name, cfg.parallel.tensor_parallel, cfg.parallel.context_parallel,
                                        cfg.parallel.sequence_parallel)
     micro = schedule.micro_rows * cfg.data.seq_len
-    padded = "" if micro % multiple == 0 else f"; a microbatch of {micro:,} is padded inside to {-(-micro // multiple) * multiple:,}"
+    padded = "" if micro % multiple == 0 else f"; {micro:,} is padded inside to {-(-micro // multiple) * multiple:,}"
     table = Table(title="sizes", box=box.SIMPLE_HEAD, title_justify="left", show_header=False)
     table.add_column("what")
     table.add_column("value", overflow="fold")
     table.add_row("tokens a step", f"{tokens:,} = {schedule.global_rows} rows of {cfg.data.seq_len:,}; {steps:,} steps, "
                                    f"{schedule.tokens:,} tokens")
-    table.add_row("microbatch", f"{micro:,} tokens, {schedule.global_rows // schedule.micro_rows // processes or 1} a step and process")
+    microbatches = max(schedule.global_rows * cfg.parallel.tensor_parallel // (schedule.micro_rows * processes), 1)
+    table.add_row("microbatch", f"{micro:,} tokens, {microbatches} a step and process")
     table.add_row("token multiple", f"{multiple} ({cfg.precision.name}){padded}")
     table.add_row("parameters", f"{kept.parameters:,}")
     table.add_row("memory, estimated", f"{report.size(kept.total)} a process ({processes}): weights {report.size(kept.weights)}, "

@@ -6,7 +6,6 @@ and no rank ever creates one.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,10 +14,9 @@ import time
 from pathlib import Path
 
 from te_plugin.config import Config, ConfigError, differences, load, to_yaml
+from te_plugin.convergence.verdict import VERDICT_FILE, Verdict
 
 CONFIG_FILE = "config.resolved.yaml"
-VERDICT_FILE = "verdict.json"
-EXIT_CODES = {"PASS": 0, "OFF": 0, "RECORDED": 0, "FAIL": 1, "INCONCLUSIVE": 2, "SUSPECT": 2}
 # A resumed run keeps its weights and its place in the data; a path may have moved.
 _FIXED_ON_RESUME = ("recipe", "model.", "moe.num_experts", "moe.ffn_hidden_size", "data.source", "data.tokenizer", "data.seq_len",
                     "data.shuffle", "data.seed", "data.val_fraction", "data.text_field", "schedule.global_rows")
@@ -65,7 +63,8 @@ def _mkdir_unique(parent: Path, name: str) -> Path:
             except FileExistsError:
                 continue
     except OSError as error:
-        raise ConfigError(f"{parent}/{name} cannot be made: {error.strerror}; start where you may write, or set run.dir") from error
+        raise ConfigError(f"{parent}/{name} cannot be made: {error.strerror}; start where you may write, or set "
+                          f"run.dir") from error
     raise ConfigError(f"{parent}/{name} and 9,999 numbered names exist; set run.dir")
 
 
@@ -101,19 +100,20 @@ def _write(path: Path, text: str) -> None:
 
 
 def run_here(cfg: Config, run_dir: Path) -> int:
-    """Train in this process."""
+    """Train in this process; the exit code of the verdict."""
     from te_plugin.training.run import train
 
-    train(cfg, run_dir)
-    return exit_code(run_dir)
+    return train(cfg, run_dir).exit_code
 
 
 def run_processes(run_dir: Path, processes: int) -> int:
-    """Train in `processes` workers on this machine, through torch's elastic launcher. Its failure is ours."""
+    """Train in `processes` workers on this machine, through torch's elastic launcher; the exit code of the verdict.
+
+    The elastic launcher knows only 0 and 1, so the code comes from the verdict that rank 0 wrote; without one it is 1.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
                "-m", "te_plugin.training.worker", str(run_dir)]
-    verdict = run_dir / VERDICT_FILE
-    verdict.unlink(missing_ok=True)  # a verdict found afterwards is this run's own
+    (run_dir / VERDICT_FILE).unlink(missing_ok=True)  # a verdict found afterwards is this run's own
     with subprocess.Popen(command) as child:
         previous = {number: signal.signal(number, lambda received, frame: child.send_signal(received))
                     for number in (signal.SIGTERM, signal.SIGINT)}
@@ -122,20 +122,8 @@ def run_processes(run_dir: Path, processes: int) -> int:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-    if code != 0 and not verdict.is_file():
-        print(f"te-plugin train: the workers ended with exit code {code} and left no verdict in {run_dir}", file=sys.stderr)
+    if not (run_dir / VERDICT_FILE).is_file():
+        print(f"te-plugin train: the {processes} processes ended with exit code {code} and no verdict; continue the run with "
+              f"run.dir={run_dir} run.resume=true", file=sys.stderr)
         return 1
-    return exit_code(run_dir)
-
-
-def exit_code(run_dir: Path) -> int:
-    """The exit code that belongs to the verdict of a finished run."""
-    path = run_dir / VERDICT_FILE
-    if not path.is_file():
-        print(f"te-plugin train: the run ended before its verdict; continue it with run.dir={run_dir} run.resume=true",
-              file=sys.stderr)
-        return 1
-    verdict = json.loads(path.read_text(encoding="utf-8"))["verdict"]
-    if verdict not in EXIT_CODES:
-        raise ValueError(f"{path} holds the unknown verdict {verdict!r}; known: {', '.join(EXIT_CODES)}")
-    return EXIT_CODES[verdict]
+    return Verdict.load(run_dir).exit_code

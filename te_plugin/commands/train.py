@@ -40,8 +40,8 @@ def run(args: Namespace) -> int:
     cfg = compose(args.overrides)
     _check_processes(cfg, args)
 
-    from te_plugin.commands.report import print_plan_table
     from te_plugin.commands import launch
+    from te_plugin.commands.report import print_plan_table
 
     if args.prepare:
         print(launch.make_run_dir(cfg))

@@ -8,9 +8,26 @@ from te_plugin.config.composition import compose, split_override
 from te_plugin.config.identity import differences, recipe_hash
 from te_plugin.config.loading import load, loads, to_yaml
 from te_plugin.config.rules import target_arch, validate
-from te_plugin.config.schema import (AcceptConfig, AdapterConfig, AttentionConfig, CheckConfig, Config, ConfigError, DataConfig,
-                                     LayoutConfig, ModelConfig, MoeConfig, OptimConfig, ParallelConfig, PrecisionConfig,
-                                     RopeScalingConfig, RunConfig, ScheduleConfig, TestingConfig, TrackConfig)
+from te_plugin.config.schema import (
+    AcceptConfig,
+    AdapterConfig,
+    AttentionConfig,
+    CheckConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    MoeConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RopeScalingConfig,
+    RunConfig,
+    ScheduleConfig,
+    TestingConfig,
+    TrackConfig,
+)
 
 __all__ = ["AcceptConfig", "AdapterConfig", "AttentionConfig", "CheckConfig", "Config", "ConfigError", "DataConfig",
            "LayoutConfig", "ModelConfig", "MoeConfig", "OptimConfig", "ParallelConfig", "PrecisionConfig", "RopeScalingConfig",

@@ -80,8 +80,8 @@ def split_override(text: str) -> Override:
     if key not in schema_fields():
         owners = [group for group, names in known_groups.items() if key in names]
         if owners:
-            raise ConfigError(f"{WHERE}: {key!r} is no key but a choice of the group {owners[0]}; write {owners[0]}=NAME, one of: "
-                              f"{', '.join(known_groups[owners[0]])}")
+            raise ConfigError(f"{WHERE}: {key!r} is no key but a choice of the group {owners[0]}; write {owners[0]}=NAME, one "
+                              f"of: {', '.join(known_groups[owners[0]])}")
         if "." not in key:
             near = difflib.get_close_matches(key, [*known_groups, *schema_sections()], n=1, cutoff=0.5)
             if near:

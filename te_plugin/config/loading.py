@@ -22,7 +22,6 @@ import yaml
 
 from te_plugin.config.schema import MISSING, Config, ConfigError
 
-
 # ---- the fields of the schema, by dotted name ----
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ RUN_RULES: list[Rule] = []  # asked only where the run will really start: they l
 
 # Layouts each adapter can feed to its framework's attention.
 ADAPTER_LAYOUTS = {"megatron": ("thd", "bshd"), "maxtext": ()}
-VOCAB_NEEDED = {"bytes": 259, "llama3": 128256}
+VOCAB_NEEDED = {"bytes": 384, "llama3": 128256}  # of the tokenizers whose size is fixed
 
 
 def validate(cfg: Config, *, for_run: bool = True, world_size: int | None = None) -> None:
@@ -49,8 +49,8 @@ def target_arch(cfg: Config) -> str:
         return "cpu"
     arch = machine_arch()
     if arch == "cpu" and cfg.run.device == "cuda":
-        raise ConfigError("run.device=cuda: torch sees no GPU on this machine; set run.device=cpu to run here, or name the GPU to "
-                          "plan for: te-plugin explain ... target=sm90")
+        raise ConfigError("run.device=cuda: torch sees no GPU on this machine; set run.device=cpu to run here, or name the GPU "
+                          "to plan for: te-plugin explain ... target=sm90")
     return arch
 
 
@@ -106,7 +106,7 @@ def _feature_sizes(cfg: Config) -> Iterator[str]:
         sizes["model.ffn_hidden_size"] = model.ffn_hidden_size
     for name, size in sizes.items():
         share = "" if tp == 1 or name == "model.hidden_size" else f" / tensor_parallel={tp}"
-        local = size if not share else size // tp
+        local = size // tp if share else size
         if local % kind.feature_multiple:
             yield (f"precision={cfg.precision.name} needs feature sizes that are multiples of {kind.feature_multiple}, and "
                    f"{name}{share} is {local}; change the size, or use another precision")
@@ -186,9 +186,6 @@ def _parallel(cfg: Config) -> Iterator[str]:
     if parallel.expert_parallel > 1:
         yield (f"parallel.expert_parallel={parallel.expert_parallel}: the training loop dispatches no tokens between ranks; "
                f"set parallel.expert_parallel=1")
-    if parallel.tensor_parallel > 1:
-        yield (f"parallel.tensor_parallel={parallel.tensor_parallel}: the training loop runs data parallelism only (the Megatron "
-               f"modules are tensor parallel in Megatron's own loop); set parallel.tensor_parallel=1")
     if parallel.sequence_parallel and parallel.tensor_parallel == 1:
         yield "parallel.sequence_parallel=true splits rows over tensor-parallel ranks, and tensor_parallel is 1; set it to false"
     if parallel.name == "fsdp2" and parallel.grad_accum_fusion:
@@ -199,14 +196,41 @@ def _parallel(cfg: Config) -> Iterator[str]:
                "what sharding is there to avoid; set precision.keep_transpose=false")
 
 
+@rule
+def _tensor_parallel(cfg: Config) -> Iterator[str]:
+    tp, model = cfg.parallel.tensor_parallel, cfg.model
+    if tp == 1:
+        return
+    if cfg.parallel.name != "ddp":
+        why = "is one process" if cfg.parallel.name == "single" else "shards whole weights over all processes"
+        yield f"parallel.tensor_parallel={tp} with parallel={cfg.parallel.name}, which {why}; use parallel=ddp"
+    sizes = {"model.num_heads": model.num_heads, "model.vocab_size": model.vocab_size}
+    if cfg.moe.num_experts:
+        sizes["moe.ffn_hidden_size"] = cfg.moe.ffn_hidden_size
+    else:
+        sizes["model.ffn_hidden_size"] = model.ffn_hidden_size
+    for name, size in sizes.items():
+        if size % tp:
+            yield (f"{name}={size} does not divide by parallel.tensor_parallel={tp}: every rank holds an equal part; change one "
+                   f"of them")
+    if model.num_kv_heads % tp and tp % model.num_kv_heads:
+        yield (f"model.num_kv_heads={model.num_kv_heads} with parallel.tensor_parallel={tp}: kv heads are split over the ranks "
+               f"or repeated on them, so one must be a multiple of the other; change one of them")
+
+
 def _world(cfg: Config, world_size: int) -> Iterator[str]:
+    tp, micro_rows = cfg.parallel.tensor_parallel, cfg.schedule.micro_rows
     if cfg.parallel.name == "single" and world_size != 1:
         yield (f"parallel=single with {world_size} processes: each would train its own copy; use parallel=ddp or "
                f"parallel=fsdp2, or one process")
-    rows = cfg.schedule.micro_rows * world_size
-    if cfg.schedule.global_rows % rows:
-        yield (f"schedule.global_rows={cfg.schedule.global_rows} is not a multiple of micro_rows={cfg.schedule.micro_rows} * "
-               f"{world_size} processes = {rows}: every process takes the same number of microbatches; change one of them")
+    if world_size % tp:
+        yield (f"{world_size} processes with parallel.tensor_parallel={tp}: {tp} processes make one copy of the model; start a "
+               f"multiple of {tp}")
+        return
+    replicas = world_size // tp
+    if cfg.schedule.global_rows % (micro_rows * replicas):
+        yield (f"schedule.global_rows={cfg.schedule.global_rows} is not a multiple of micro_rows={micro_rows} * {replicas} "
+               f"data-parallel processes = {micro_rows * replicas}: every process takes as many microbatches; change one of them")
 
 
 # ---- data and schedule ----
@@ -229,10 +253,10 @@ def _schedule(cfg: Config) -> Iterator[str]:
 @rule
 def _vocabulary(cfg: Config) -> Iterator[str]:
     needed = VOCAB_NEEDED.get(cfg.data.tokenizer)
-    if cfg.data.source not in ("megatron", "synthetic") and needed and cfg.model.vocab_size < needed:
-        yield (f"data.tokenizer={cfg.data.tokenizer} makes ids up to {needed - 1}, and model.vocab_size={cfg.model.vocab_size}; "
+    if needed and cfg.model.vocab_size < needed:
+        yield (f"data.tokenizer={cfg.data.tokenizer} has {needed} ids, and model.vocab_size={cfg.model.vocab_size} has fewer; "
                f"raise model.vocab_size to at least {needed}, or choose another tokenizer")
-    if cfg.data.tokenizer == "hf" and cfg.data.source not in ("megatron", "synthetic") and cfg.data.tokenizer_path is None:
+    if cfg.data.tokenizer == "hf" and cfg.data.tokenizer_path is None:
         yield "data.tokenizer=hf needs the folder of the tokenizer; set data.tokenizer_path=FOLDER"
     if cfg.data.source == "corpus" and cfg.check.mode == "golden" and cfg.data.val_fraction == 0:
         yield "check.mode=golden with data.val_fraction=0: the curve is judged on held-out text; raise data.val_fraction"
@@ -279,13 +303,14 @@ def _files(cfg: Config) -> Iterator[str]:
 
 @run_rule
 def _machine(cfg: Config) -> Iterator[str]:
-    if cfg.run.device == "cpu" or (cfg.run.device == "auto" and cfg.run.target == "cpu"):
-        return
-    arch = machine_arch()
+    arch = "cpu" if cfg.run.device == "cpu" else machine_arch()
+    if cfg.parallel.sequence_parallel and arch == "cpu":
+        yield ("parallel.sequence_parallel=true on the CPU: Megatron gathers rows into CUDA buffers; set it to false, or run on "
+               "a GPU")
     if cfg.run.device == "cuda" and arch == "cpu":
         yield "run.device=cuda: torch sees no GPU on this machine; set run.device=cpu, or run where the GPU is"
     elif cfg.run.target not in ("auto", arch):
-        yield (f"run.target={cfg.run.target}: this machine is {arch}; leave run.target out to run here "
+        yield (f"run.target={cfg.run.target}: this run is on {arch}; leave run.target out to run here "
                f"(te-plugin explain plans for other machines)")
 
 
@@ -294,8 +319,8 @@ def _kernels(cfg: Config) -> Iterator[str]:
     """Every kernel of the run, asked of the plan that the launch will read."""
     from te_plugin.ops.recipe import plan_run
 
-    if cfg.run.device == "cuda" and machine_arch() == "cpu":
-        return  # said by _machine
+    if list(_machine(cfg)):
+        return  # there is no such machine to plan for
     try:
         plan_run(cfg)
     except PlanError as error:
