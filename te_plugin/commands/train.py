@@ -31,7 +31,7 @@ def add_arguments(parser) -> None:
 
 def run(args: Namespace) -> int:
     if args.cfg:
-        print(to_yaml(compose(args.overrides)), end="")
+        print(to_yaml(compose(args.overrides, for_run=False)), end="")
         return 0
     _refuse_inside_torchrun(args)
     for override in args.overrides:
