@@ -1,0 +1,47 @@
+"""The verdict of a run: one word, an exit code, and every number behind it (verdict.json)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+VERDICT_FILE = "verdict.json"
+EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2, "SUSPECT": 2}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """status: PASS | FAIL | INCONCLUSIVE | SUSPECT; reason: one sentence; details: gates and numbers, JSON values."""
+
+    status: str
+    reason: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.status not in EXIT_CODES:
+            raise ValueError(f"status {self.status!r} is not one of {', '.join(EXIT_CODES)}")
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.status]
+
+    @property
+    def line(self) -> str:
+        """The last line a command prints."""
+        return f"verdict: {self.status}" + (f": {self.reason}" if self.reason and self.status != "PASS" else "")
+
+    def save(self, run_dir: Path | str) -> None:
+        data = {"status": self.status, "exit_code": self.exit_code, "reason": self.reason, "details": self.details}
+        path = Path(run_dir) / VERDICT_FILE
+        temporary = path.with_name(VERDICT_FILE + ".tmp")
+        temporary.write_text(json.dumps(data, indent=1, default=str) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+
+    @classmethod
+    def load(cls, run_dir: Path | str) -> Verdict:
+        data = json.loads((Path(run_dir) / VERDICT_FILE).read_text(encoding="utf-8"))
+        return cls(data["status"], data["reason"], data["details"])

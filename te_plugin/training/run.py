@@ -1,0 +1,222 @@
+"""train(cfg, run_dir): one run from its configuration to its verdict. Every rank of a job calls it."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from te_plugin.config import Config, ConfigError, compose, recipe_hash, to_yaml
+from te_plugin.convergence.check import RunFacts, judge
+from te_plugin.convergence.golden import Golden, golden_path
+from te_plugin.convergence.verdict import VERDICT_FILE, Verdict
+from te_plugin.training import checkpoint as ckpt
+from te_plugin.training import distributed
+from te_plugin.training.adapter import Adapter, compute_dtype
+from te_plugin.training.environment import describe, write_json
+from te_plugin.training.loop import Loop
+from te_plugin.training.metrics import METRICS_FILE, read_metrics
+from te_plugin.training.optimizer import MasterAdamW, fingerprint
+from te_plugin.training.step import Schedule, TrainingError
+from te_plugin.training.tracking import Tracker
+
+CONFIG_FILE = "config.resolved.yaml"
+
+
+class RunDirError(ValueError):
+    """The run directory cannot be used as asked."""
+
+
+def train(cfg: Config, run_dir: Path | str, adapter: Adapter | None = None) -> Verdict:
+    """Train, check the curve, write the run directory; prints `verdict: ...` as its last line on rank 0.
+
+    ConfigError, DataError and RunDirError are raised before any step; what goes wrong later becomes a FAIL verdict.
+    """
+    run_dir = Path(run_dir)
+    world = distributed.start(cfg.run.device)
+    try:
+        _set_up_process(cfg, world)
+        cfg = _apply_sabotage(cfg, world)
+        adapter = adapter or _adapter_of(cfg)
+        world = adapter.initialize(cfg, world)
+        resume_from = _prepare_run_dir(cfg, run_dir, world)
+        verdict = _Run(cfg, run_dir, adapter, world, resume_from).execute()
+        if world.is_main:
+            print(verdict.line, flush=True)
+        return verdict
+    finally:
+        distributed.stop(world)
+
+
+class _Run:
+    def __init__(self, cfg: Config, run_dir: Path, adapter: Adapter, world: distributed.World, resume_from: ckpt.Checkpoint | None):
+        self.cfg, self.run_dir, self.adapter, self.world, self.resume_from = cfg, run_dir, adapter, world, resume_from
+        self.schedule = Schedule.of(cfg)
+
+    def execute(self) -> Verdict:
+        cfg, world = self.cfg, self.world
+        golden = Golden.load(golden_path(cfg.recipe)) if cfg.check.mode == "golden" and golden_path(cfg.recipe).exists() else None
+        data = self.adapter.build_data(cfg)
+        model = self.adapter.build_model(cfg, world.device)
+        if cfg.parallel.name == "fsdp2":
+            distributed.shard_fsdp2(model, self.adapter.shard_units(model), world, compute_dtype(cfg))
+        optimizer = MasterAdamW(
+            model, world, beta1=cfg.optim.beta1, beta2=cfg.optim.beta2, eps=cfg.optim.eps,
+            weight_decay=cfg.optim.weight_decay, clip_grad=cfg.optim.clip_grad,
+        )
+        facts = RunFacts(
+            recipe_hash=recipe_hash(cfg), order_hash=data.order_hash(min(data.rows_per_epoch, 4096)),
+            init_hash=fingerprint(optimizer, world), vocab_size=cfg.model.vocab_size, planned_steps=self.schedule.last_step,
+            context_free_entropy=_entropy_of(cfg, data) if world.is_main else None,
+        )
+        tracker = self._make_tracker()
+        matching = golden if golden is not None and golden.recipe_hash == facts.recipe_hash else None
+        loop = Loop(cfg, self.run_dir, self.adapter, world, model, optimizer, data, tracker,
+                    matching.loss_at if matching else lambda step: None)
+        if world.is_main:
+            self._write_environment(data, facts)
+        verdict = None
+        try:
+            outcome = self._start_and_run(loop, tracker)
+            if outcome.interrupted:
+                verdict = Verdict("INCONCLUSIVE", f"interrupted after step {outcome.last_step} of {self.schedule.last_step}; "
+                                                  f"continue with run.resume=true run.dir={self.run_dir}")
+        except (TrainingError, ckpt.CheckpointError, OSError) as error:
+            verdict = Verdict("FAIL", str(error), {"error": type(error).__name__})
+        except BaseException:  # recorded, then raised: a crash must leave a verdict, and its traceback is the message
+            if world.is_main:
+                Verdict("FAIL", "crashed: " + traceback.format_exc(limit=-1).strip().splitlines()[-1]).save(self.run_dir)
+            tracker.finish(1)
+            raise
+        if world.is_main:
+            write_json(self.run_dir / "kernels.json", self.adapter.launches())
+            verdict = verdict or judge(cfg, self.run_dir, facts, golden)
+            verdict.save(self.run_dir)
+            self._draw(matching)
+        tracker.finish(verdict.exit_code if verdict else 0)
+        return world.broadcast_object(verdict)
+
+    def _start_and_run(self, loop: Loop, tracker: Tracker):
+        start = 0
+        if self.resume_from is not None:
+            loop.restore(self.resume_from)
+            start = self.resume_from.step
+            if float(self.resume_from.info.get("loss", 0.0)) < _ln(self.cfg.model.vocab_size):
+                loop.require_active_weights(f"checkpoint {self.resume_from.path}")
+        elif self.cfg.run.init_from is not None:
+            source = ckpt.find(self.cfg.run.init_from)
+            loop.init_from(source)
+            loop.require_active_weights(f"run.init_from={source.path}")
+        tracker.resume(start + 1)
+        tracker.config(asdict(self.cfg))
+        if start and self.world.is_main:
+            print(f"resumed from {self.resume_from.path}: step {start} is done", flush=True)
+        return loop.run(start)
+
+    def _make_tracker(self) -> Tracker:
+        cfg, track = self.cfg, self.cfg.track
+        tags = [cfg.precision.name, cfg.layout.name, cfg.parallel.name, cfg.model.name, cfg.adapter.name]
+        if cfg.testing.sabotage != "none":
+            tags.append(f"sabotage-{cfg.testing.sabotage}")
+        return Tracker(
+            self.run_dir, track.mode, project=track.project, entity=track.entity, name=track.run_name or self.run_dir.name,
+            group=track.group or cfg.recipe, job_type="train", tags=tags, rank=self.world.rank,
+            run_id=self.resume_from.info.get("run_id") if self.resume_from else None,
+        )
+
+    def _write_environment(self, data, facts: RunFacts) -> None:
+        environment = describe(self.world.device, self.world.size)
+        environment["data"] = data.report()
+        environment.update(recipe=self.cfg.recipe, recipe_hash=facts.recipe_hash, order_hash=facts.order_hash,
+                           init_hash=facts.init_hash, sabotage=self.cfg.testing.sabotage)
+        write_json(self.run_dir / "env.json", environment)
+
+    def _draw(self, golden: Golden | None) -> None:
+        rows = read_metrics(self.run_dir) if (self.run_dir / METRICS_FILE).exists() else []
+        if rows:
+            from te_plugin.convergence.pictures import draw_run
+
+            draw_run(rows, self.run_dir / "curve.png", title=f"{self.cfg.recipe}: {self.cfg.precision.name}, {self.cfg.layout.name}",
+                     golden=golden)
+
+
+def _adapter_of(cfg: Config) -> Adapter:
+    if cfg.adapter.name == "megatron":
+        from te_plugin.training.megatron_adapter import megatron_adapter
+
+        return megatron_adapter()
+    raise ConfigError(f"adapter={cfg.adapter.name} has no loop here; use adapter=megatron, or that framework's own trainer")
+
+
+def _set_up_process(cfg: Config, world: distributed.World) -> None:
+    """Threads and determinism: the same run gives the same bits."""
+    from te_plugin import ffi
+
+    if cfg.run.threads is not None:
+        torch.set_num_threads(cfg.run.threads)
+        if ffi.is_built("cpu"):
+            ffi.function("cpu", "set_num_threads")(cfg.run.threads)
+    if world.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.manual_seed(cfg.run.seed)
+
+
+def _apply_sabotage(cfg: Config, world: distributed.World) -> Config:
+    """Deliberate damage for tests of the checks. Loud, and recorded in env.json and in the run's tags."""
+    name = cfg.testing.sabotage
+    if name == "none":
+        return cfg
+    if world.is_main:
+        print(f"*** testing.sabotage={name}: this run is damaged on purpose; its verdict should not be PASS ***", flush=True)
+    if name == "no_document_mask":
+        return cfg
+    if name == "dq_slot0":
+        from te_plugin.testing import sabotage
+
+        kernel = sabotage.install()
+        return replace(cfg, attention=replace(cfg.attention, kernel=kernel), run=replace(cfg.run, fallback="allow"))
+    raise ConfigError(f"testing.sabotage={name} is not available in training; use no_document_mask or dq_slot0")
+
+
+def _prepare_run_dir(cfg: Config, run_dir: Path, world: distributed.World) -> ckpt.Checkpoint | None:
+    """Rank 0 makes the folder and writes config.resolved.yaml; returns the checkpoint to resume from. Old runs are never overwritten."""
+    problem: str | None = None
+    if world.is_main:
+        used = [name for name in (METRICS_FILE, VERDICT_FILE) if (run_dir / name).exists()]
+        if used and not cfg.run.resume:
+            problem = f"{run_dir} already holds a run ({', '.join(used)}); continue it with run.resume=true, or choose another run.dir"
+        else:
+            try:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                (run_dir / CONFIG_FILE).write_text(to_yaml(cfg), encoding="utf-8")
+                (run_dir / VERDICT_FILE).unlink(missing_ok=True)
+            except OSError as error:
+                problem = f"run directory {run_dir} cannot be written: {error}"
+    problem = world.broadcast_object(problem)
+    if problem:
+        raise RunDirError(problem)
+    return ckpt.latest(run_dir) if cfg.run.resume else None
+
+
+def _entropy_of(cfg: Config, data) -> float | None:
+    """Entropy of the training labels' frequencies in nats: the loss of the best model without context. None for synthetic data."""
+    if cfg.data.source == "synthetic":
+        return None
+    import numpy as np
+
+    rows = min(data.rows_per_epoch, 512)
+    labels = np.concatenate([data.train_batch(r, 1).labels for r in range(rows)])
+    counts = np.bincount(labels[labels >= 0])
+    frequency = counts[counts > 0] / counts.sum()
+    return float(-(frequency * np.log(frequency)).sum())
+
+
+def _ln(vocab_size: int) -> float:
+    import math
+
+    return math.log(vocab_size)
