@@ -1,0 +1,115 @@
+"""The folder of imported weights: written once and atomically, read by name without loading what is not asked for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from te_plugin.config.schema import ConfigError, ModelConfig
+from te_plugin.weights import llama_weights
+
+WEIGHTS = "weights.safetensors"
+MODEL = "model.yaml"
+
+
+def is_weights_folder(path: str | Path) -> bool:
+    return (Path(path) / WEIGHTS).is_file() and (Path(path) / MODEL).is_file()
+
+
+def import_weights(source: str | Path, out: str | Path, *, dtype: str = "bf16", progress=None) -> ModelConfig:
+    """Read a Hugging Face llama folder or a .gguf file and write `out`; returns the model's sizes.
+
+    dtype: bf16 or fp32, the type the weights are stored in. progress: called with (done, total, name).
+    Raises ConfigError when the source is no llama this product can run, or lacks a weight; `out` is then not created.
+    """
+    source, out = Path(source), Path(out)
+    if out.exists():
+        raise ConfigError(f"{out} exists already; choose another folder or remove it")
+    if source.is_file() and source.suffix == ".gguf":
+        from te_plugin.importing.gguf import GgufSource as Reader
+    elif source.is_dir():
+        from te_plugin.importing.huggingface import HuggingFaceSource as Reader
+    else:
+        raise ConfigError(f"{source} is neither a folder with config.json and *.safetensors nor a .gguf file")
+    reader = Reader(source)
+    wanted = llama_weights(reader.model)
+    missing = [name for name in wanted if name not in reader]
+    if missing:
+        raise ConfigError(f"{source} lacks {len(missing)} of {len(wanted)} weights, the first is {missing[0]}; "
+                          f"it is not the llama its header describes")
+    temporary = out.with_name(out.name + ".partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        _write(reader, wanted, temporary, dtype, progress)
+        os.replace(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return reader.model
+
+
+def _write(reader, wanted, folder: Path, dtype: str, progress) -> None:
+    import ml_dtypes
+    import yaml
+    from safetensors.numpy import save_file
+
+    numpy_dtype = {"bf16": ml_dtypes.bfloat16, "fp32": np.float32}.get(dtype)
+    if numpy_dtype is None:
+        raise ConfigError(f"dtype={dtype!r} is not one of bf16, fp32")
+    tensors = {}
+    for done, (name, weight) in enumerate(wanted.items()):
+        value = reader.read(name)
+        if value.shape != weight.shape:
+            raise ConfigError(f"{name} has shape {value.shape}; the header's sizes give {weight.shape}")
+        tensors[name] = np.ascontiguousarray(value.astype(numpy_dtype))
+        if progress is not None:
+            progress(done + 1, len(wanted), name)
+    save_file(tensors, str(folder / WEIGHTS), metadata={"format": "te_plugin", "source": reader.describe()})
+    (folder / MODEL).write_text(yaml.safe_dump(asdict(reader.model), sort_keys=False))
+
+
+class ImportedWeights:
+    """Reads a folder written by `import_weights`. model: ModelConfig; weights(name) -> torch tensor by its common name."""
+
+    def __init__(self, path: str | Path):
+        import yaml
+
+        self.path = Path(path)
+        if not is_weights_folder(self.path):
+            raise ConfigError(f"{path} holds no {WEIGHTS} and {MODEL}; make it with te-plugin import-hf")
+        values = yaml.safe_load((self.path / MODEL).read_text())
+        scaling = values.pop("rope_scaling")
+        self.model = ModelConfig(**values)
+        for key, value in scaling.items():
+            setattr(self.model.rope_scaling, key, value)
+
+    def check(self, model: ModelConfig) -> None:
+        """ConfigError naming every size in which a run's model differs from these weights."""
+        differing = [f"{key}: {getattr(model, key)} in the run, {value} in the weights"
+                     for key, value in asdict(self.model).items()
+                     if key not in ("name", "init_std") and _plain(getattr(model, key)) != value]
+        if differing:
+            raise ConfigError(f"run.init_from={self.path} does not fit the model: {'; '.join(differing)}. "
+                              f"Take the values of {self.path / MODEL}")
+
+    def torch_source(self):
+        """name -> torch tensor, each read when asked for."""
+        from safetensors import safe_open
+
+        handle = safe_open(str(self.path / WEIGHTS), framework="pt")
+        return handle.get_tensor
+
+    def numpy_source(self):
+        """name -> float32 array, each read when asked for."""
+        from safetensors import safe_open
+
+        handle = safe_open(str(self.path / WEIGHTS), framework="np")
+        return lambda name: np.asarray(handle.get_tensor(name), dtype=np.float32)
+
+
+def _plain(value):
+    return asdict(value) if hasattr(value, "__dataclass_fields__") else value
