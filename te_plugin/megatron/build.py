@@ -90,7 +90,7 @@ def transformer_config(cfg, device: torch.device | str = "cpu", *, first_layer: 
         use_te_activation_func=True,
         bias_activation_fusion=False, bias_dropout_fusion=False, apply_rope_fusion=False, masked_softmax_fusion=False,
         gradient_accumulation_fusion=False, persist_layer_norm=False, transformer_impl="local",
-        deterministic_mode=False, quant_recipe=quant_recipe(cfg, first_layer, num_layers), **experts)
+        cuda_graph_modules=[], quant_recipe=quant_recipe(cfg, first_layer, num_layers), **experts)
 
 
 def build_gpt(cfg, device: torch.device | str = "cpu") -> GPTModel:
@@ -130,7 +130,7 @@ def build_stage(cfg, config: TransformerConfig, device: torch.device | str, pre_
 def _without_deprecation_notice():
     """GPTModel logs at every construction that HybridModel succeeds it; its users cannot act on that, docs/adapters.md does."""
     logger = logging.getLogger("megatron.core.models.gpt.gpt_model")
-    hide = lambda record: "IS DEPRECATED" not in record.getMessage()  # noqa: E731
+    hide = lambda record: "IS DEPRECATED" not in record.getMessage()
     logger.addFilter(hide)
     try:
         yield

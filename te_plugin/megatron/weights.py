@@ -95,7 +95,7 @@ def _layer_and_part(name: str, layer: int | None = None) -> tuple[str, str]:
 
 def _full(name: str, layer: TransformerLayer | None, model_config, source: Source) -> torch.Tensor:
     """The full weight of a Megatron parameter, before any split; experts as [E, out, in]."""
-    get = lambda key: torch.as_tensor(source(key))  # noqa: E731
+    get = lambda key: torch.as_tensor(source(key))
     if name in _PLAIN:
         return get(_PLAIN[name])
     prefix, part = _layer_and_part(name, None if layer is None else layer.layer_number - 1)
