@@ -1,0 +1,150 @@
+"""Where documents come from, and what is said when they are missing or broken."""
+
+import gzip
+import json
+import math
+
+import pytest
+
+from te_plugin.data import DataError, byte_entropy, open_source
+
+
+def _names_and_texts(source):
+    return list(source)
+
+
+def test_the_corpus_holds_documents_of_varied_length():
+    documents = list(open_source("corpus"))
+    lengths = sorted(len(text.encode()) for _, text in documents)
+    assert len(documents) == len({name for name, _ in documents}) == 7823
+    assert sum(lengths) == 5_044_408
+    assert lengths[0] < 100 and 300 < lengths[len(lengths) // 2] < 800 and lengths[-1] > 10_000
+    assert open_source("corpus").size < 2_000_000
+    names = " ".join(name for name, _ in documents)
+    assert "hamlet/scene-01" in names and "sonnets/poem-018" in names and "rape-of-lucrece/stanza-001" in names
+    text = dict(documents)["sonnets/poem-018"]
+    assert "Shall I compare thee to a summer's day?" in text and "Gutenberg" not in text
+
+
+def test_the_byte_entropy_of_the_corpus_is_the_one_the_readme_quotes():
+    assert byte_entropy() == pytest.approx(3.3306, abs=5e-5)
+
+
+def test_byte_entropy_of_known_frequencies():
+    assert byte_entropy(["ab" * 50]) == pytest.approx(math.log(2))
+    assert byte_entropy([bytes(range(256))]) == pytest.approx(math.log(256))
+    assert byte_entropy(["aaa", "a"]) == 0
+    with pytest.raises(DataError, match="no text"):
+        byte_entropy([])
+
+
+def test_text_files_come_in_the_order_of_their_paths(text_folder, texts):
+    (text_folder / ".hidden.txt").write_text("hidden")
+    (text_folder / "notes.pdf").write_text("other kind")
+    found = _names_and_texts(open_source("text", str(text_folder)))
+    assert [name for name, _ in found] == sorted(name for name, _ in found)
+    assert sorted(text for _, text in found) == sorted(texts)
+    assert all(name.endswith(".txt") and str(text_folder) in name for name, _ in found)
+
+
+def test_one_file_is_a_source_too_and_a_byte_order_mark_is_no_text(tmp_path):
+    file = tmp_path / "one.anything"
+    file.write_bytes(b"\xef\xbb\xbfhello")
+    assert _names_and_texts(open_source("text", str(file))) == [(str(file), "hello")]
+
+
+def test_json_lines_keep_their_order_and_field(tmp_path, texts):
+    pytest.importorskip("datasets")
+    plain, packed = tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"
+    lines = [json.dumps({"body": text, "n": n}) for n, text in enumerate(texts)]
+    plain.write_text("\n".join(lines[:25]) + "\n", encoding="utf-8")
+    with gzip.open(packed, "wt", encoding="utf-8") as stream:
+        stream.write("\n".join(lines[25:]))
+    found = _names_and_texts(open_source("jsonl", str(tmp_path), "body"))
+    assert [text for _, text in found] == texts
+    assert found[2][0] == f"{plain}, record 3"
+
+
+def test_parquet_rows_keep_their_order(tmp_path, texts):
+    pytest.importorskip("datasets")
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"text": texts, "n": list(range(40))}), tmp_path / "a.parquet", row_group_size=7)
+    assert [text for _, text in open_source("parquet", str(tmp_path))] == texts
+
+
+def test_the_content_hash_follows_the_text_and_not_the_names(text_folder):
+    first = open_source("text", str(text_folder)).content_hash()
+    text_folder.rename(text_folder.with_name("moved"))
+    moved = text_folder.with_name("moved")
+    assert open_source("text", str(moved)).content_hash() == first
+    file = next(moved.glob("*.txt"))
+    file.write_text(file.read_text() + "!")
+    assert open_source("text", str(moved)).content_hash() != first
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "message"),
+    [
+        ("text", None, "data.source=text needs data.path"),
+        ("text", "missing", "missing does not exist"),
+        ("text", "", "holds no file that ends in .txt"),
+        ("jsonl", "", "holds no file that ends in .jsonl"),
+        ("corpus", "", "takes no data.path"),
+        ("csv", "", "'csv' is no text source"),
+    ],
+)
+def test_paths_that_give_nothing_are_refused_at_once(tmp_path, kind, path, message):
+    with pytest.raises(DataError, match=message):
+        open_source(kind, None if path is None else str(tmp_path / path))
+
+
+@pytest.mark.parametrize("content", ["", "  \n\n\t"])
+def test_an_empty_document_is_named(tmp_path, content):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").write_text(content)
+    with pytest.raises(DataError, match=r"document .*b\.txt is empty"):
+        _names_and_texts(open_source("text", str(tmp_path)))
+
+
+@pytest.mark.parametrize("prefix", [b"plain ", "naïve ".encode() * 300_000])
+@pytest.mark.parametrize("bad", [b"\xff", b"\xc3(", b"\xe2\x82"])
+def test_a_file_that_is_not_utf8_is_named_with_the_byte(tmp_path, prefix, bad):
+    (tmp_path / "a.txt").write_bytes(prefix + bad)
+    with pytest.raises(DataError, match=rf"a\.txt is not UTF-8: byte {len(prefix)} \(0x{bad[0]:02x}\)"):
+        _names_and_texts(open_source("text", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"text": "a"}\n{"text": "b\xff"}\n', r"not UTF-8: byte 25 \(0xff\)"),
+        (b'{"text": "a"}\n{"text": \n', "line 2 is no JSON"),
+        (b'{"text": "a"}\n[1, 2]\n', "line 2 is no JSON object"),
+        (b'{"body": "a"}\n', r"record 1 has no field 'text' \(it has: body\): set data.text_field"),
+        (b'{"text": "a"}\n{"text": null}\n', r"record 2: field 'text' is empty \(null\)"),
+        (b'{"text": 3}\n', "field 'text' is of type int"),
+        (b'{"text": "a"}\n{"text": ""}\n', "record 2 is empty"),
+        (b"", "is empty"),
+    ],
+)
+def test_broken_json_lines_are_named_with_the_place(tmp_path, content, message):
+    pytest.importorskip("datasets")
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        _names_and_texts(open_source("jsonl", str(tmp_path)))
+    assert "a.jsonl" in str(caught.value)
+
+
+def test_broken_parquet_and_gzip_are_named(tmp_path):
+    pytest.importorskip("datasets")
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(b"this is no parquet file")
+    with pytest.raises(DataError, match=r"broken\.parquet cannot be read as parquet"):
+        _names_and_texts(open_source("parquet", str(broken)))
+    pq.write_table(pa.table({"text": [b"a", b"b"]}), tmp_path / "bytes.parquet")
+    with pytest.raises(DataError, match="is of type bytes, expected a string"):
+        _names_and_texts(open_source("parquet", str(tmp_path / "bytes.parquet")))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}' * 50)[:-9])
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz is no sound gzip file"):
+        _names_and_texts(open_source("jsonl", str(tmp_path)))
