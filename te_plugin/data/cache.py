@@ -44,6 +44,15 @@ def tokenise(source: TextSource, tokenizer: Tokenizer, progress: Callable[[int, 
     return store_of(documents)
 
 
+def cannot_write(folder: Path) -> str | None:
+    """Why nothing can be cached under `folder` (a home directory that is read-only, say); None when it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{folder}: {error.strerror or error}"
+    return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder}: not writable"
+
+
 def tokenise_to_disk(
     source: TextSource, tokenizer: Tokenizer, folder: Path, progress: Callable[[int, int], None]
 ) -> TokenStore:

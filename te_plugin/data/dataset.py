@@ -15,7 +15,7 @@ import numpy as np
 
 from te_plugin.data import packing, synthetic
 from te_plugin.data.batch import Batch
-from te_plugin.data.cache import PAYS_FROM, default_folder, tokenise, tokenise_to_disk
+from te_plugin.data.cache import PAYS_FROM, cannot_write, default_folder, tokenise, tokenise_to_disk
 from te_plugin.data.documents import open_source
 from te_plugin.data.errors import DataError
 from te_plugin.data.indexed import TokenStore, read_indexed
@@ -266,10 +266,13 @@ def _open(data, tokenizer: Tokenizer, cache_folder: Path) -> tuple[TokenStore, d
         return read_indexed(data.path), origin | {"bos": "as stored", "eos": "as stored"}
     source = open_source(data.source, data.path, data.text_field)
     origin |= {"files": len(source.files), "bos": tokenizer.bos_id is not None, "eos": True}
-    on_disk = data.source != "corpus" and source.size >= PAYS_FROM
+    cached, cache = False, "none (small input)"
+    if data.source != "corpus" and source.size >= PAYS_FROM:
+        reason = cannot_write(cache_folder)
+        cached, cache = reason is None, str(cache_folder) if reason is None else f"none ({reason})"
     with Progress(f"tokenising {data.source} with {tokenizer.name}") as progress:
-        if on_disk:
+        if cached:
             store = tokenise_to_disk(source, tokenizer, cache_folder, progress)
         else:
             store = tokenise(source, tokenizer, progress)
-    return store, origin | {"token_cache": str(cache_folder) if on_disk else "none (small input)"}
+    return store, origin | {"token_cache": cache}

@@ -12,7 +12,9 @@ import gzip
 import hashlib
 import json
 import lzma
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
@@ -47,8 +49,8 @@ class TextSource:
         """Hash of the file contents and of how they are read; not of names or times."""
         digest = hashlib.blake2b(f"{self.kind}\0{self.text_field}".encode(), digest_size=16)
         for file in self.files:
-            digest.update(file.stat().st_size.to_bytes(8, "little"))
-            with file.open("rb") as stream:
+            with _readable(file), file.open("rb") as stream:
+                digest.update(file.stat().st_size.to_bytes(8, "little"))
                 while block := stream.read(1 << 20):
                     digest.update(block)
         return digest.hexdigest()
@@ -123,8 +125,18 @@ def _corpus() -> tuple[tuple[str, str], ...]:
     return tuple((document["id"], document["text"]) for document in documents)
 
 
+@contextmanager
+def _readable(file: Path):
+    """A file that cannot be read (permissions, a disk gone) is the user's to fix: say which."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
 def _read_text(file: Path) -> str:
-    raw = file.read_bytes()
+    with _readable(file):
+        raw = file.read_bytes()
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -138,7 +150,7 @@ def _check_utf8(file: Path) -> None:
     done = 0
     opener = gzip.open if file.name.endswith(".gz") else open
     try:
-        with opener(file, "rb") as stream:
+        with _readable(file), opener(file, "rb") as stream:
             while True:
                 block = stream.read(1 << 20)
                 waiting = len(decoder.getstate()[0])  # bytes of a character that the last block cut
@@ -153,7 +165,7 @@ def _check_utf8(file: Path) -> None:
                 done += len(block)
                 if not block:
                     return
-    except (gzip.BadGzipFile, EOFError) as error:
+    except (EOFError, zlib.error) as error:
         raise DataError(f"{file} is no sound gzip file: {error}") from None
 
 

@@ -7,7 +7,9 @@ import pytest
 
 from te_plugin.config import Config
 
-WORDS = "to be or not that is the question whether tis nobler in mind suffer slings arrows of outrageous fortune".split()
+WORDS = (
+    "to be or not that is the question whether tis nobler in mind suffer slings arrows of outrageous fortune".split()
+)
 
 
 @pytest.fixture
@@ -60,7 +62,9 @@ def hf_folder(tmp_path):
         )
         model.train_from_iterator([" ".join(WORDS)] * 4, trainer)
         if bos:
-            model.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+            model.post_processor = tokenizers.processors.TemplateProcessing(
+                single="<s> $A", special_tokens=[("<s>", 0)]
+            )
         folder = tmp_path / f"tokenizer-{bos}-{bool(eos)}"
         folder.mkdir()
         model.save(str(folder / "tokenizer.json"))

@@ -12,7 +12,9 @@ def _same(store, documents):
         assert store.read(number).tolist() == document.tolist()
 
 
-@pytest.mark.parametrize(("vocab", "dtype"), [(384, np.uint16), (65_536, np.uint16), (65_537, np.int32), (128_256, np.int32)])
+@pytest.mark.parametrize(
+    ("vocab", "dtype"), [(384, np.uint16), (65_536, np.uint16), (65_537, np.int32), (128_256, np.int32)]
+)
 def test_documents_come_back_as_they_were_written(tmp_path, random_documents, vocab, dtype):
     documents = random_documents(vocab=vocab)
     write_indexed(tmp_path / "data", documents, vocab)
