@@ -73,8 +73,10 @@ class DelayedScaling:
     """Delayed scaling of one tensor: the scale comes from the amax of earlier steps.
 
     step(amax) returns the scale that this step used and then records the amax; a step in which the module does not run
-    is simply not called, so history and scale stay. step(a, b, ...) takes the amax of every member of an amax group and
-    records the largest. compute: "max" over the history (length `window`) or "most_recent".
+    is simply not called, so history and scale stay. An amax of 0, NaN or infinity says nothing about the next step: the
+    scale is kept, and a NaN or infinity is recorded as 0. step(a, b, ...) takes the amax of every member of an amax group and
+    records the largest.
+    compute: "max" over the history (length `window`) or "most_recent".
     """
 
     def __init__(self, fmt: Fp8Format, window: int = 1024, compute: str = "max", pow2: bool = False):
@@ -87,11 +89,14 @@ class DelayedScaling:
 
     def step(self, *amax: float) -> np.float32:
         used = self.scale
-        # np.max keeps NaN, the builtin does not.
-        self.history.append(float(np.max(np.asarray(amax, dtype=np.float32))))
+        largest = float(np.max(np.asarray(amax, dtype=np.float32)))
+        if not np.isfinite(largest):
+            self.history.append(0.0)
+            return used
+        self.history.append(largest)
         chosen = np.max(self.history) if self.compute == "max" else self.history[-1]
-        # An amax of 0 says nothing about the tensor: numerics.scale_from_amax gives scale 1 for it.
-        self.scale, self.scale_inv = scale_from_amax(chosen, self.fmt, self.pow2)
+        if chosen > 0:
+            self.scale, self.scale_inv = scale_from_amax(chosen, self.fmt, self.pow2)
         return used
 
 

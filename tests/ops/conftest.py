@@ -1,0 +1,12 @@
+"""One thread for framework maths: the problems are small, and two threads a test cost more than they bring."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
