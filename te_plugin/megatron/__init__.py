@@ -33,11 +33,11 @@ with warnings.catch_warnings():
     from te_plugin.megatron.quant import LinearPrecision, precision_report, quant_recipe
     from te_plugin.megatron.rope import RopeOptions
     from te_plugin.megatron.spec import PluginSpecProvider, layer_spec, rope_layer_spec
-    from te_plugin.megatron.weights import common_weights, fill, initialise
+    from te_plugin.megatron.weights import common_weights, fill, initialise, materialise
 
 __all__ = [
     "AttentionOptions", "ColumnParallelLinear", "CoreAttention", "GroupedExperts", "LinearPrecision", "PackedRows",
     "PluginSpecProvider", "RMSNorm", "RopeOptions", "Router", "RowParallelLinear", "SwiGLU", "build_gpt", "build_stage",
-    "common_weights", "fill", "gpt_token_losses", "initialise", "initialize", "layer_spec", "model_inputs", "precision_report",
+    "common_weights", "fill", "gpt_token_losses", "initialise", "initialize", "layer_spec", "materialise", "model_inputs", "precision_report",
     "quant_recipe", "rope_layer_spec", "transformer_config",
 ]

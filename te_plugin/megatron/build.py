@@ -63,15 +63,23 @@ def transformer_config(cfg, device: torch.device | str = "cpu", *, first_layer: 
     if parallel.sequence_parallel and device.type == "cpu":
         raise ConfigError("parallel.sequence_parallel=true on the CPU: Megatron gathers tokens into CUDA buffers; set it to false, "
                           "or run on a GPU")
+    if device.type == "cpu" and model.num_kv_heads < parallel.tensor_parallel:
+        raise ConfigError(f"parallel.tensor_parallel={parallel.tensor_parallel} with model.num_kv_heads={model.num_kv_heads} on the "
+                          f"CPU: Megatron gathers the shared kv heads into CUDA buffers; use at most num_kv_heads processes, or a GPU")
     if parallel.context_parallel > 1:
         raise ConfigError(f"parallel.context_parallel={parallel.context_parallel} with adapter=megatron: the core attention does not "
                           f"exchange keys between ranks; set it to 1")
     experts = {}
     if moe.num_experts:
+        if device.type == "cpu" and parallel.tensor_parallel * parallel.expert_parallel > 1:
+            raise ConfigError("a mixture of experts over several processes on the CPU: Megatron's dispatchers gather tokens into "
+                              "CUDA buffers; set parallel.tensor_parallel and parallel.expert_parallel to 1, or run on a GPU")
         experts = dict(
             num_moe_experts=moe.num_experts, moe_router_topk=moe.top_k, moe_ffn_hidden_size=moe.ffn_hidden_size,
             moe_grouped_gemm=moe.grouped_gemm, moe_aux_loss_coeff=moe.aux_loss_coeff, moe_router_dtype="fp32",
-            moe_router_load_balancing_type="aux_loss" if moe.aux_loss_coeff else "none", moe_router_pre_softmax=False,
+            moe_router_load_balancing_type="aux_loss" if moe.aux_loss_coeff else "none",
+            # The auxiliary loss is weighted by tokens, like the loss itself (loss.py).
+            calculate_per_token_loss=True,
             # The all-to-all dispatcher opens a CUDA stream.
             moe_token_dispatcher_type="alltoall" if device.type == "cuda" else "allgather")
     return TransformerConfig(
@@ -97,7 +105,7 @@ def build_gpt(cfg, device: torch.device | str = "cpu") -> GPTModel:
     """The GPTModel of a run (config.Config), on `device`, with its initial weights. `initialize(cfg, device)` comes first.
 
     The weights depend on cfg.run.seed only: every parallel split, feature toggle and adapter starts from the same numbers.
-    device="meta" gives a model without storage: shard it (fully_shard), `to_empty` it, then call `initialise(model, cfg)`.
+    device="meta" gives a model without storage: shard it (fully_shard), then call `materialise(model, cfg, device)`.
     ConfigError for what Megatron or this plugin cannot run.
     """
     device = torch.device(device)

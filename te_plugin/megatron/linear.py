@@ -105,7 +105,11 @@ class ParallelLinear(torch.nn.Module):
 
     def _set_precision(self, precision: LinearPrecision) -> None:
         self.precision = precision
-        self.state = make_state(precision)
+        self.reset_state()
+
+    def reset_state(self) -> None:
+        """A fresh FP8 state on torch's default device: no cached weight, no amax history."""
+        self.state = make_state(self.precision)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.is_first_microbatch:

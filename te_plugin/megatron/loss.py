@@ -8,6 +8,7 @@ they reach no amax, no gradient and, by padding_mask, no router count.
 from __future__ import annotations
 
 import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from te_plugin.megatron.attention import PackedRows
 from te_plugin.torch import functional
@@ -40,7 +41,7 @@ def model_inputs(batch: DeviceBatch | PaddedDeviceBatch) -> dict:
 
 
 def token_losses(*, hidden_states, output_layer, output_weight, labels, runtime_gather_output, compute_language_model_loss,
-                 scale_logits, **_) -> torch.Tensor:
+                 scale_logits, config, **_) -> torch.Tensor:
     """GPTModel's output_processor: logits, then cross-entropy that ignores -100. labels[b,s] -> float32[b,s].
 
     Megatron's own cross-entropy gives a label of -100 a loss of log-sum-exp, which a plain mean would count.
@@ -48,10 +49,28 @@ def token_losses(*, hidden_states, output_layer, output_weight, labels, runtime_
     logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output)
     logits = scale_logits(logits)
     if output_layer.tp_group.size() == 1:
-        losses = functional.cross_entropy(logits, labels.transpose(0, 1))
-        return losses.transpose(0, 1)
-    losses = compute_language_model_loss(labels.clamp(min=0), logits)
-    return torch.where(labels >= 0, losses, 0.0).float()
+        losses = functional.cross_entropy(logits, labels.transpose(0, 1)).transpose(0, 1)
+    else:
+        losses = compute_language_model_loss(labels.clamp(min=0), logits)
+        losses = torch.where(labels >= 0, losses, 0.0).float()
+    return _AuxLossScale.apply(losses) if config.num_moe_experts and config.moe_aux_loss_coeff else losses
+
+
+class _AuxLossScale(torch.autograd.Function):
+    """Gives the router's auxiliary loss the weight of the token losses, whatever they are divided by before backward.
+
+    Megatron attaches that loss inside the layer, times the microbatch's tokens, with a global factor that its own schedule sets.
+    The factor is the gradient of one token's loss, so it is read off here, where backward starts; nobody has to remember it.
+    """
+
+    @staticmethod
+    def forward(ctx, losses):
+        return losses.view_as(losses)
+
+    @staticmethod
+    def backward(ctx, grad):
+        MoEAuxLossAutoScaler.set_loss_scale(grad.max().detach().clone())
+        return grad
 
 
 def zero_padding_rows(decoder, args: tuple, kwargs: dict):

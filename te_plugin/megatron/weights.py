@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from te_plugin.megatron.arguments import take_shard
+from te_plugin.megatron.linear import ParallelLinear
 from te_plugin.weights import initial_value, llama_weights
 
 Source = Callable[[str], np.ndarray | torch.Tensor]
@@ -159,3 +160,19 @@ def _assign(parameter: torch.nn.Parameter, full: torch.Tensor) -> None:
                                                      src_data_rank=None).to_local())
     else:
         parameter.copy_(full)
+
+
+def materialise(model: torch.nn.Module, cfg, device: torch.device | str) -> None:
+    """Give a model that was built on "meta" (and perhaps sharded since) storage on `device`, and its initial weights.
+
+    `to_empty` replaces parameters and forgets their attributes, by which Megatron knows what is split how: they are kept.
+    """
+    attributes = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
+    model.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        vars(parameter).update(attributes[name])
+    with torch.device(device):
+        for module in model.modules():
+            if isinstance(module, ParallelLinear):
+                module.reset_state()
+    initialise(model, cfg)
