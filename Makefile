@@ -38,10 +38,10 @@ $(INSTALLED): pyproject.toml constraints.txt | python compiler
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) has no venv module. Install it: apt-get install python3.12-venv" >&2; exit 1; }
 	test -x $(PY) || "$(PYTHON)" -m venv $(VENV)
-	$(PY) -m pip install -q -c constraints.txt -e '.[$(EXTRAS)]'
+	$(PY) -m pip install -q -c constraints.txt -C wheel.cmake=false -e '.[$(EXTRAS)]'
 	touch $@
 
-# The editable install has built the library; later changes of the sources rebuild it here.
+# Built here and not by the editable install, so that a change of the sources rebuilds it and nothing is built twice.
 $(CPU_LIBRARY): $(CPU_SOURCES) | $(INSTALLED)
 	$(VENV)/bin/cmake -S . -B build/make -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) --log-level=WARNING
 	$(VENV)/bin/cmake --build build/make
