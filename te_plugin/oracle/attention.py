@@ -34,9 +34,7 @@ class Segment:
         return self.k_end - self.k_begin
 
 
-def segment_table(
-    cu_q, cu_k=None, start_q=None, start_k=None, *, q_rows: int, k_rows: int, mask: str = "none"
-) -> list[Segment]:
+def segment_table(cu_q, cu_k=None, start_q=None, start_k=None, *, q_rows: int, k_rows: int, mask: str = "none") -> list[Segment]:
     """Segments of a packed batch, checked.
 
     cu_*: [N+1] cumulative real lengths, first entry 0. start_*: [N] or [N+1] first row of each segment (default: cu_*).

@@ -99,8 +99,6 @@ def ring_attention(q, k, v, cu_real, cu_padded, q_rows, k_rows, *, mask="causal"
 
 def _chunks(begin: int, end: int, cp: int, rank: int, n: int) -> list[tuple[int, int]]:
     if (end - begin) % (2 * cp):
-        raise ValueError(
-            f"segment {n} has {end - begin} padded rows, no multiple of 2*cp = {2 * cp}: pad it before splitting"
-        )
+        raise ValueError(f"segment {n} has {end - begin} padded rows, no multiple of 2*cp = {2 * cp}: pad it before splitting")
     size = (end - begin) // (2 * cp)
     return [(begin + c * size, begin + (c + 1) * size) for c in (rank, 2 * cp - 1 - rank)]

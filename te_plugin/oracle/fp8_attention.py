@@ -84,9 +84,9 @@ def fp8_attention_backward(
     constant offset of the keys harmless; with the exact dO an offset of K raises the error of dQ by a fifth.
     """
     case = _Prepared(q, k, v, cu_q, cu_k, start_q, start_k, mask, scale, scheme)
-    forward = fp8_attention_forward(
-        q, k, v, cu_q, cu_k, start_q, start_k, mask=mask, window=window, scale=scale, scheme=scheme
-    )[0]
+    forward = fp8_attention_forward(q, k, v, cu_q, cu_k, start_q, start_k, mask=mask, window=window, scale=scale, scheme=scheme)[
+        0
+    ]
     dout = case.masked_q(np.asarray(dout).astype(np.float64))
     dout8 = _quantize_operand(dout, scheme.operands, scheme.gradient_format)
     dq, dk, dv = np.zeros(case.q.shape), np.zeros(case.k.shape), np.zeros(case.v.shape)

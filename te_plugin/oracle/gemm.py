@@ -6,7 +6,8 @@ product has its own pair of quantised copies, scaled along the dimension it cont
     forward  x[M,K] and W[N,K]        dgrad  dy[M,N] and W^T[K,N]        wgrad  dy^T[N,M] and x^T[K,M]
 
 Shapes: M rows, N out features, K in features, E experts. precision: a name of numerics.PRECISIONS; fp32 and bf16
-multiply the values as given. A grouped linear is by definition the loop over its experts, each with its own scales.
+multiply the values as given. A grouped linear is the loop over its experts; a scale never spans two experts, except that one scale a
+tensor (fp8_current) covers the rows of all of them.
 """
 
 from __future__ import annotations
@@ -27,10 +28,7 @@ def linear(
 
 def linear_dgrad(dy, weight, precision: str = "bf16", *, pow2: bool = False, scales=None) -> np.ndarray:
     """dy[M,N], weight[N,K] -> dx[M,K]."""
-    return (
-        operand(dy, "gradient", precision, pow2, scales)
-        @ operand(np.asarray(weight).T, "weight", precision, pow2, scales).T
-    )
+    return operand(dy, "gradient", precision, pow2, scales) @ operand(np.asarray(weight).T, "weight", precision, pow2, scales).T
 
 
 def linear_wgrad(dy, x, precision: str = "bf16", *, pow2: bool = False, scales=None) -> np.ndarray:
@@ -71,23 +69,39 @@ def grouped_gemm_wgrad(dy, x, group_sizes) -> np.ndarray:
     return dw
 
 
-def grouped_linear(x, weight, group_sizes, precision: str = "bf16", *, pow2: bool = False, scales=None) -> np.ndarray:
-    """x[M,K], weight[E,N,K] -> y[M,N], expert by expert."""
+def grouped_linear(x, weight, group_sizes, precision: str = "bf16", *, pow2: bool = False) -> np.ndarray:
+    """x[M,K], weight[E,N,K] -> y[M,N], expert by expert; rows past the last group are 0 and never read."""
+    groups = _groups(group_sizes, len(x))
     y = np.zeros((len(x), weight.shape[1]))
-    for e, rows in enumerate(_groups(group_sizes, len(x))):
-        y[rows] = linear(x[rows], weight[e], None, precision, pow2=pow2, scales=scales)
+    values = _by_group(x, groups, "activation", precision, pow2)
+    for e, rows in enumerate(groups):
+        y[rows] = values[e] @ operand(weight[e], "weight", precision, pow2).T
     return y
 
 
 def grouped_linear_backward(
-    dy, x, weight, group_sizes, precision: str = "bf16", *, pow2: bool = False, scales=None
+    dy, x, weight, group_sizes, precision: str = "bf16", *, pow2: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """dy[M,N] -> dx[M,K], dW[E,N,K], expert by expert; surplus rows have dx 0, empty experts dW 0."""
+    groups = _groups(group_sizes, len(x))
     dx, dw = np.zeros(x.shape), np.zeros(weight.shape)
-    for e, rows in enumerate(_groups(group_sizes, len(x))):
-        dx[rows] = linear_dgrad(dy[rows], weight[e], precision, pow2=pow2, scales=scales)
-        dw[e] = linear_wgrad(dy[rows], x[rows], precision, pow2=pow2, scales=scales)
+    by_row = _by_group(dy, groups, "gradient", precision, pow2)
+    left = _by_group(dy, groups, "gradient", precision, pow2, transposed=True)
+    right = _by_group(x, groups, "activation", precision, pow2, transposed=True)
+    for e, rows in enumerate(groups):
+        dx[rows] = by_row[e] @ operand(np.asarray(weight[e]).T, "weight", precision, pow2).T
+        dw[e] = left[e] @ right[e].T
     return dx, dw
+
+
+def _by_group(x, groups: list[slice], role: str, precision: str, pow2: bool, transposed: bool = False) -> list[np.ndarray]:
+    """The operand of each group. One scale a tensor covers the rows of all groups; any other block ends with its group."""
+    kind = numerics.scaling(precision)
+    turn = (lambda part: np.asarray(part).T) if transposed else np.asarray
+    if kind is not None and getattr(kind, role) == "tensor":
+        used = operand(np.asarray(x[: groups[-1].stop if groups else 0]), role, precision, pow2)
+        return [turn(used[rows]) for rows in groups]
+    return [operand(turn(x[rows]), role, precision, pow2) for rows in groups]
 
 
 def align_groups(group_sizes, multiple: int) -> np.ndarray:

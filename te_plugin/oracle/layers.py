@@ -73,9 +73,7 @@ def rope(x, positions, inv_freq, inverse: bool = False) -> np.ndarray:
     inverse rotates back: the gradient of rope is its inverse applied to dy.
     """
     x = _f64(x)
-    angle = (np.asarray(positions).astype(np.float32)[:, None] * np.asarray(inv_freq, dtype=np.float32)).astype(
-        np.float64
-    )
+    angle = (np.asarray(positions).astype(np.float32)[:, None] * np.asarray(inv_freq, dtype=np.float32)).astype(np.float64)
     cos, sin = np.cos(angle)[:, None, :], np.sin(angle)[:, None, :] * (-1 if inverse else 1)
     first, second = np.split(x, 2, axis=-1)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

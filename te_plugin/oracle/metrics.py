@@ -51,6 +51,4 @@ def compare(got, want, bound: float = 0.0) -> Comparison:
         norm_a, norm_b = np.linalg.norm(a), np.linalg.norm(b)
         relative = float(np.linalg.norm(a - b) / norm_b) if norm_b else float(norm_a)
         cosine = float(a @ b / (norm_a * norm_b)) if norm_a and norm_b else 0.0
-    return Comparison(
-        relative, cosine, first, *((float(got[first]), float(want[first])) if first is not None else (None, None))
-    )
+    return Comparison(relative, cosine, first, *((float(got[first]), float(want[first])) if first is not None else (None, None)))

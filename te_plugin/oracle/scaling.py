@@ -38,9 +38,7 @@ def quantize(x, fmt: Fp8Format, granularity: str = "tensor", pow2: bool = False)
     return Quantized(data, scale_inv, fmt, granularity)
 
 
-def quantize_transpose(
-    x, fmt: Fp8Format, granularity: str = "tensor", pow2: bool = False
-) -> tuple[Quantized, Quantized]:
+def quantize_transpose(x, fmt: Fp8Format, granularity: str = "tensor", pow2: bool = False) -> tuple[Quantized, Quantized]:
     """The row-major copy and the transposed one: quantize(x) and quantize(x^T)."""
     return quantize(x, fmt, granularity, pow2), quantize(np.asarray(x).T, fmt, granularity, pow2)
 

@@ -55,20 +55,36 @@ def test_padding_rows_with_zeros_changes_no_product(rng):
 
 
 @pytest.mark.parametrize("sizes", [[3, 0, 4], [0, 0, 7], [7, 0, 0], [0, 0, 0], [2, 2, 3], [1, 1, 1]])
-def test_grouped_is_the_loop_over_experts(sizes, rng):
+@pytest.mark.parametrize("precision", ["bf16", "fp8_rowwise", "mxfp8"])
+def test_grouped_is_the_loop_over_experts(sizes, precision, rng):
     x, w, dy = (rng.standard_normal(s) for s in ((9, 32), (3, 16, 32), (9, 16)))
     used = sum(sizes)
     x[used:], dy[used:] = np.nan, np.nan
-    y = oracle.grouped_linear(x, w, sizes, "fp8_current")
-    dx, dw = oracle.grouped_linear_backward(dy, x, w, sizes, "fp8_current")
+    y = oracle.grouped_linear(x, w, sizes, precision)
+    dx, dw = oracle.grouped_linear_backward(dy, x, w, sizes, precision)
     begin = 0
     for e, size in enumerate(sizes):
         rows = slice(begin, begin + size)
-        assert np.array_equal(y[rows], oracle.linear(x[rows], w[e], None, "fp8_current"))
-        assert np.array_equal(dx[rows], oracle.linear_dgrad(dy[rows], w[e], "fp8_current"))
+        assert np.array_equal(y[rows], oracle.linear(x[rows], w[e], None, precision))
+        assert np.array_equal(dx[rows], oracle.linear_dgrad(dy[rows], w[e], precision))
+        assert np.array_equal(dw[e], oracle.linear_wgrad(dy[rows], x[rows], precision))
         assert size or not dw[e].any()
         begin += size
     assert not y[used:].any() and not dx[used:].any() and np.isfinite(dw).all()
+
+
+def test_one_scale_a_tensor_covers_the_rows_of_all_experts(rng):
+    x, w = rng.standard_normal((8, 32)), rng.standard_normal((2, 16, 32))
+    x[:4] *= 100
+    y = oracle.grouped_linear(x, w, [4, 4], "fp8_current")
+    whole = oracle.linear(x, w[1], None, "fp8_current")
+    assert np.array_equal(y[4:], whole[4:])
+    assert not np.array_equal(y[4:], oracle.linear(x[4:], w[1], None, "fp8_current"))
+
+
+def test_plain_grouped_products(rng):
+    x, w, dy = (rng.standard_normal(s) for s in ((9, 32), (3, 16, 32), (9, 16)))
+    sizes = [2, 0, 5]
     assert np.array_equal(oracle.grouped_gemm(x, w, sizes), oracle.grouped_linear(x, w, sizes))
     assert np.array_equal(oracle.grouped_gemm_wgrad(dy, x, sizes), oracle.grouped_linear_backward(dy, x, w, sizes)[1])
 

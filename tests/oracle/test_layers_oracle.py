@@ -58,9 +58,7 @@ def test_rope_rotates_half_split_pairs_and_inverts(rng):
 def test_rope_scores_depend_on_distance_only(rng):
     inv_freq = oracle.rope_inv_freq(64)
     q, k = rng.standard_normal((1, 1, 64)), rng.standard_normal((1, 1, 64))
-    score = [
-        float((oracle.rope(q, [a], inv_freq) * oracle.rope(k, [b], inv_freq)).sum()) for a, b in ((9, 4), (105, 100))
-    ]
+    score = [float((oracle.rope(q, [a], inv_freq) * oracle.rope(k, [b], inv_freq)).sum()) for a, b in ((9, 4), (105, 100))]
     np.testing.assert_allclose(score[0], score[1], rtol=1e-5)
 
 
@@ -84,8 +82,6 @@ def test_llama31_frequencies_equal_transformers():
         max_position_embeddings=131072,
     )
     want, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    got = oracle.rope_inv_freq(
-        128, 500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
-    )
+    got = oracle.rope_inv_freq(128, 500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
     np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
     assert not np.allclose(got, oracle.rope_inv_freq(128, 500000.0))

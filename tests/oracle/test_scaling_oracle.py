@@ -36,9 +36,7 @@ def test_values_in_range_encode_as_in_torch(fmt, rng):
     values = np.concatenate([2**exponents * rng.choice([-1, 1], 20000), finite, (finite[1:] + finite[:-1]) / 2]).astype(
         np.float32
     )
-    values = np.concatenate(
-        [values, np.nextafter(values, np.float32(np.inf)), np.nextafter(values, np.float32(-np.inf))]
-    )
+    values = np.concatenate([values, np.nextafter(values, np.float32(np.inf)), np.nextafter(values, np.float32(-np.inf))])
     values = values[np.abs(values) <= fmt.max]
     want = torch.from_numpy(values).to(TORCH[fmt]).view(torch.uint8).numpy()
     np.testing.assert_array_equal(fmt.encode(values), want)
@@ -46,9 +44,7 @@ def test_values_in_range_encode_as_in_torch(fmt, rng):
 
 @pytest.mark.report("pytorch/ao#1912")
 def test_out_of_range_saturates_nan_stays_and_small_values_round_to_even():
-    x = np.array(
-        [[448, 449, 465, 480, 500, 1000, -1000, np.nan, np.inf, -np.inf, 2**-9, 2**-10, 2**-11]], dtype=np.float32
-    )
+    x = np.array([[448, 449, 465, 480, 500, 1000, -1000, np.nan, np.inf, -np.inf, 2**-9, 2**-10, 2**-11]], dtype=np.float32)
     got = E4M3.decode(oracle.quantize_with_scale(x, 1.0, E4M3).data)[0]
     assert got[:6].tolist() == [448] * 6 and got[6] == -448 and np.isnan(got[7])
     assert got[8:].tolist() == [448, -448, 2**-9, 0, 0]
@@ -151,9 +147,7 @@ def test_scale_shapes_error_and_transposed_copy(granularity, shape, rng):
     for copy, of in ((q, x), (q_t, x.T)):
         amax = np.abs(of).max(initial=0)
         # Half a mantissa step of each value, or half of the smallest code at the block's scale.
-        assert (
-            np.abs(oracle.dequantize(copy) - of) <= np.maximum(np.abs(of) / 16, amax * 2 / 448 * 2**-10) * 1.00001
-        ).all()
+        assert (np.abs(oracle.dequantize(copy) - of) <= np.maximum(np.abs(of) / 16, amax * 2 / 448 * 2**-10) * 1.00001).all()
     if granularity in ("tensor", "block_128x128"):
         assert np.array_equal(q.data.T, q_t.data) and np.array_equal(q.scale_inv.T, q_t.scale_inv)
 
