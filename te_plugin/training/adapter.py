@@ -29,7 +29,7 @@ def _nothing(*_: Any) -> None:
 class Adapter:
     """What the loop asks of a framework.
 
-    initialize(cfg, world) -> World: set up the framework's process groups.
+    initialize(cfg, world) -> World: set up the framework's process groups; finalize() takes them down again.
     build_model(cfg, device) -> module with the same initial weights for every toggle.
     token_losses(model, batch) -> float32[T] per-token losses, 0 where the label is -100. batch: to_device's result.
     to_device(batch, device): a NumPy Batch or PaddedBatch on the device.
@@ -48,6 +48,7 @@ class Adapter:
     to_device: Callable[[Any, torch.device], Any]
     build_data: Callable[[Config], Any]
     initialize: Callable[[Config, World], World] = lambda cfg, world: world
+    finalize: Callable[[], None] = _nothing
     shard_units: Callable[[nn.Module], Iterable[nn.Module]] = _no_units
     evaluation: Callable[[nn.Module], contextlib.AbstractContextManager] = lambda model: contextlib.nullcontext()
     begin_step: Callable[[nn.Module], None] = _nothing

@@ -10,10 +10,12 @@ Keys: model/<name> FP32 weights, exp_avg/ and exp_avg_sq/<name> Adam's moments, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +90,8 @@ def save(run_dir: Path | str, step: int, tensors: Mapping[str, torch.Tensor], in
 
     def write():
         writer = dcp.FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True)
-        dcp.save(_under_tp(tensors, world), storage_writer=writer, no_dist=world.size == 1)
+        with _quiet():
+            dcp.save(_under_tp(tensors, world), storage_writer=writer, no_dist=world.size == 1)
 
     def publish():
         if world.is_main:
@@ -148,7 +151,8 @@ def load(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], world: Wor
         if tuple(stored[name].size) != tuple(tensor.shape):
             raise CheckpointError(f"{checkpoint.path}: {name} has shape {tuple(stored[name].size)}, the model's is {tuple(tensor.shape)}")
     try:
-        dcp.load(wanted, storage_reader=reader, no_dist=world.size == 1)
+        with _quiet():
+            dcp.load(wanted, storage_reader=reader, no_dist=world.size == 1)
     except (OSError, CheckpointException, RuntimeError) as caught:
         raise CheckpointError(f"{checkpoint.path} cannot be read: {_cause(caught)}") from caught
 
@@ -186,8 +190,7 @@ def load_model_state(model: nn.Module, checkpoint: Checkpoint, world: World) -> 
     common = sorted(own & set(stored))
     if common:
         values = {f"state/{name}": torch.empty(stored[name][0], dtype=stored[name][1], device=world.device) for name in common}
-        reader = dcp.FileSystemReader(checkpoint.path)
-        dcp.load(_under_tp(values, world), storage_reader=reader, no_dist=world.size == 1)
+        read_tensors(checkpoint, values, world)
         result = model.load_state_dict({name: values[f"state/{name}"] for name in common}, strict=False)
         if result.unexpected_keys:
             raise CheckpointError(f"{checkpoint.path}: the model refused {', '.join(result.unexpected_keys)}")
@@ -204,7 +207,8 @@ def save_weights(path: Path | str, weights: Mapping[str, torch.Tensor], info: Ma
     try:
         temporary.mkdir(parents=True)
         tensors = {f"model/{name}": tensor.detach().float().contiguous() for name, tensor in weights.items()}
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True), no_dist=True)
+        with _quiet():
+            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary, sync_files=True), no_dist=True)
         state = {**info, "format": FORMAT_VERSION, "step": 0, "tensor_parallel": 1, "kind": "weights"}
         _write_synced(temporary / STATE_FILE, json.dumps(state, indent=1) + "\n")
         os.rename(temporary, path)
@@ -218,6 +222,14 @@ def _under_tp(tensors: Mapping[str, Any], world: World) -> dict[str, Any]:
     """Tensor-parallel ranks hold different tensors under one name: theirs get the rank as a prefix."""
     prefix = "" if world.tp_size == 1 else f"tp{world.tp_rank}of{world.tp_size}/"
     return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+@contextlib.contextmanager
+def _quiet():
+    """DCP warns that it saves from one process whenever it does; that is what a run of one process wants."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _remove_unfinished(folder: Path) -> None:
@@ -263,5 +275,5 @@ def _sync_dir(path: Path) -> None:
 
 def read_tensors(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], world: World) -> None:
     """Fill tensors by name, with no claim about what else the checkpoint holds. Every rank calls it, with its own names."""
-    reader = dcp.FileSystemReader(checkpoint.path)
-    dcp.load(_under_tp(tensors, world), storage_reader=reader, no_dist=world.size == 1)
+    with _quiet():
+        dcp.load(_under_tp(tensors, world), storage_reader=dcp.FileSystemReader(checkpoint.path), no_dist=world.size == 1)

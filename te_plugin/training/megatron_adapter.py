@@ -22,7 +22,7 @@ def megatron_adapter() -> Adapter:
 
     return Adapter(
         name="megatron", build_model=build_gpt, token_losses=gpt_token_losses, to_device=to_device, build_data=build_data,
-        initialize=_initialize, shard_units=_shard_units, evaluation=bf16_evaluation, begin_step=_begin_step, end_step=_end_step,
+        initialize=_initialize, finalize=_finalize, shard_units=_shard_units, evaluation=bf16_evaluation, begin_step=_begin_step, end_step=_end_step,
         state_missing=_state_missing, nonfinite=_nonfinite, launches=launches.snapshot,
     )
 
@@ -38,6 +38,12 @@ def _initialize(cfg: Config, world: World) -> World:
     return with_tensor_parallel(
         world, parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()
     )
+
+
+def _finalize() -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
 
 
 def _shard_units(model: nn.Module) -> list[nn.Module]:

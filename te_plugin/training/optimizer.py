@@ -56,13 +56,10 @@ class MasterAdamW:
         matrices = [w.master for w in self.weights if w.master.ndim >= 2]
         vectors = [w.master for w in self.weights if w.master.ndim < 2]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        fused = world.device.type == "cuda"
-        self.adam = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=0.0, betas=(beta1, beta2), eps=eps, fused=fused, foreach=not fused
-        )
+        self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=(beta1, beta2), eps=eps, fused=True)
         for weight in self.weights:  # made now, so that a checkpoint can be loaded before the first step
             self.adam.state[weight.master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=world.device if fused else None),
+                "step": torch.zeros((), dtype=torch.float32, device=world.device),
                 "exp_avg": torch.zeros_like(weight.master), "exp_avg_sq": torch.zeros_like(weight.master),
             }
 

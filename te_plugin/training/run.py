@@ -48,7 +48,10 @@ def train(cfg: Config, run_dir: Path | str, adapter: Adapter | None = None) -> V
             print(verdict.line, flush=True)
         return verdict
     finally:
-        distributed.stop(world)
+        if world.owns_process_group:
+            if adapter is not None:
+                adapter.finalize()
+            distributed.stop(world)
 
 
 class _Run:

@@ -1,0 +1,135 @@
+"""A run directory holds the truth about a run, and a run that was broken off continues bit for bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from te_plugin.config import load, to_yaml
+from te_plugin.convergence import Verdict
+from te_plugin.training import read_metrics
+from te_plugin.training.checkpoint import latest, list_checkpoints
+from te_plugin.training.run import RunDirError, train
+from te_plugin.training.wandb_sink import differences
+
+NUMBERS = ("step", "train/tokens", "train/loss", "train/grad_norm", "train/lr", "train/label_tokens", "val/loss", "fp8/nonfinite")
+
+
+def curve(run_dir):
+    """The rows without wall-clock numbers."""
+    return [{key: row[key] for key in NUMBERS if key in row} for row in read_metrics(run_dir)]
+
+
+def test_a_run_directory_is_complete_and_its_wandb_rows_equal_metrics_jsonl(small, tmp_path, capsys):
+    verdict = train(small("track=wandb_offline"), tmp_path / "run")
+    assert verdict.status == "PASS" and verdict.exit_code == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "verdict: PASS"
+    run = tmp_path / "run"
+    for name in ("config.resolved.yaml", "env.json", "kernels.json", "metrics.jsonl", "verdict.json", "curve.png", "tracking.json"):
+        assert (run / name).stat().st_size > 0, name
+    assert [c.step for c in list_checkpoints(run / "checkpoints")] == [8, 10]
+    assert differences(run) == []
+    kernels = json.loads((run / "kernels.json").read_text())
+    assert {"attention", "gemm"} <= {k["op"] for k in kernels} and all(k["launches"] for k in kernels)
+    environment = json.loads((run / "env.json").read_text())
+    assert environment["versions"]["torch"] and environment["order_hash"] and environment["init_hash"] and environment["data"]["fill"]
+    rows = read_metrics(run)
+    assert [r["step"] for r in rows] == list(range(1, 11)) and [r["step"] for r in rows if "val/loss" in r] == [5, 10]
+    assert rows[-1]["train/tokens"] == 5120 and rows[-1]["train/loss"] < rows[0]["train/loss"]
+    assert load(run / "config.resolved.yaml") == small("track=wandb_offline")
+    assert Verdict.load(run).status == "PASS"
+
+
+def test_a_used_run_directory_is_not_overwritten(small, tmp_path):
+    train(small("schedule.stop_after_steps=1"), tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(RunDirError, match="run.resume=true"):
+        train(small("schedule.stop_after_steps=1"), tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+KILLED_RUN = """
+import os, signal, sys
+from te_plugin.config import load
+from te_plugin.training import loop, run
+original = loop.Loop._record
+def record(self, step, *rest):
+    original(self, step, *rest)
+    if step == int(sys.argv[2]):
+        os.kill(os.getpid(), int(sys.argv[3]))
+loop.Loop._record = record
+sys.exit(run.train(load(sys.argv[1] + "/config.resolved.yaml"), sys.argv[1]).exit_code)
+"""
+
+
+def run_and_signal(cfg, run_dir, step, number):
+    """A run in its own process that gets a signal right after the row of `step` was written."""
+    run_dir.mkdir()
+    (run_dir / "config.resolved.yaml").write_text(to_yaml(cfg))
+    environment = {k: v for k, v in os.environ.items() if k != "WANDB_SERVICE"}
+    return subprocess.run([sys.executable, "-c", KILLED_RUN, str(run_dir), str(step), str(int(number))], capture_output=True, text=True,
+                          env=environment, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize("precision", ["fp8_current", "fp8_delayed"])
+@pytest.mark.report("AI-Hypercomputer/maxdiffusion#484")
+def test_after_kill_9_the_resumed_curve_equals_the_unbroken_one_bit_for_bit(small, tmp_path, precision):
+    overrides = [f"precision={precision}", *(["precision.amax_history_len=4"] if precision == "fp8_delayed" else [])]
+    train(small(*overrides), tmp_path / "whole")
+    result = run_and_signal(small(*overrides, "track=wandb_offline"), tmp_path / "broken", 7, signal.SIGKILL)
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    broken = tmp_path / "broken"
+    assert [r["step"] for r in read_metrics(broken)] == list(range(1, 8)) and latest(broken).step == 4
+    run_id = json.loads((broken / "tracking.json").read_text())["identity"]["run_id"]
+    train(small(*overrides, "track=wandb_offline", "run.resume=true", f"run.dir={broken}"), broken)
+    assert curve(broken) == curve(tmp_path / "whole")
+    assert differences(broken) == []
+    assert json.loads((broken / "tracking.json").read_text())["identity"]["run_id"] == run_id == latest(broken).info["run_id"]
+
+
+def test_sigterm_writes_a_checkpoint_and_the_run_continues_from_it(small, tmp_path):
+    train(small(), tmp_path / "whole")
+    result = run_and_signal(small(), tmp_path / "stopped", 6, signal.SIGTERM)
+    stopped = tmp_path / "stopped"
+    assert result.returncode == 2 and "interrupted after step 7" in result.stdout, result.stderr
+    assert latest(stopped).step == 7 and Verdict.load(stopped).status == "INCONCLUSIVE"
+    assert train(small("run.resume=true", f"run.dir={stopped}"), stopped).status == "PASS"
+    assert curve(stopped) == curve(tmp_path / "whole")
+
+
+def test_resume_before_the_first_checkpoint_starts_again_without_duplicates(small, tmp_path):
+    run_and_signal(small(), tmp_path / "early", 2, signal.SIGKILL)
+    early = tmp_path / "early"
+    assert latest(early) is None and len(read_metrics(early)) == 2
+    train(small("run.resume=true", f"run.dir={early}"), early)
+    assert [r["step"] for r in read_metrics(early)] == list(range(1, 11))
+
+
+def test_a_changed_learning_rate_on_resume_goes_on_and_is_recorded(small, tmp_path):
+    train(small("schedule.stop_after_steps=4"), tmp_path)
+    train(small("run.resume=true", f"run.dir={tmp_path}", "optim.lr=1e-3"), tmp_path)
+    changes = json.loads((tmp_path / "tracking.json").read_text())["changes"]
+    assert changes["optim.lr"] == [2e-3, 1e-3]
+    assert [r["step"] for r in read_metrics(tmp_path)] == list(range(1, 11))
+
+
+def test_a_run_that_diverges_fails_with_the_step_and_keeps_its_rows(small, tmp_path):
+    verdict = train(small("optim.lr=1e30", "optim.clip_grad=1e30", "track=wandb_offline"), tmp_path)
+    assert verdict.exit_code == 1 and "is nan" in verdict.reason or "is inf" in verdict.reason
+    rows = read_metrics(tmp_path)
+    assert rows and f"step {rows[-1]['step']}" in verdict.reason
+    assert differences(tmp_path) == []
+
+
+def test_toggles_do_not_change_data_order_or_initial_weights(small, tmp_path):
+    seen = set()
+    for number, overrides in enumerate((["precision=bf16"], ["precision=fp32"], ["precision=fp8_delayed"], ["layout=bshd"],
+                                        ["schedule.micro_rows=1"], ["attention=composite"])):
+        train(small(*overrides, "schedule.stop_after_steps=1"), tmp_path / str(number))
+        environment = json.loads((tmp_path / str(number) / "env.json").read_text())
+        seen.add((environment["order_hash"], environment["init_hash"], environment["recipe_hash"]))
+    assert len(seen) == 1
