@@ -54,7 +54,7 @@ def run_all() -> Iterator[Outcome]:
 
 def _outcome(backend: str, name: str, check: Callable[[], Pairs], bound: float) -> Outcome:
     try:
-        errors = [compare(np.asarray(got, dtype=np.float64), np.asarray(want, dtype=np.float64)).relative for got, want in check()]
+        errors = [compare(got, want).relative for got, want in check()]
     except Exception as error:  # a doctor reports every ailment, also one that nobody foresaw
         return Outcome(backend, name, None, bound, f"{type(error).__name__}: {error}")
     return Outcome(backend, name, max(errors), bound)

@@ -48,16 +48,20 @@ def cases() -> list[tuple[str, object]]:
     ]
     names = {"tensor": "scale a tensor", "row": "scale a row", "block_1x128": "scale a 1x128 block",
              "block_128x128": "scale a 128x128 block", "mx": "MX, 32 values"}
-    found += [(f"{names[g]}, with transposed copy", QuantizeProblem(tokens, hidden, granularity=g, transpose=True)) for g in names]
+    found += [(f"{says}, with transposed copy", QuantizeProblem(tokens, hidden, granularity=granularity, transpose=True))
+              for granularity, says in names.items()]
     found.append(("given scale (delayed)", QuantizeProblem(tokens, hidden, transpose=True, delayed=True)))
     found.append(("FNUZ formats", QuantizeProblem(tokens, hidden, format="e4m3_fnuz", transpose=True)))
-    found += [("BF16", GemmProblem(tokens, ffn, hidden)), ("FP32", GemmProblem(tokens, ffn, hidden, "fp32", "fp32", out_dtype="fp32"))]
+    found += [("BF16", GemmProblem(tokens, ffn, hidden)),
+              ("FP32", GemmProblem(tokens, ffn, hidden, "fp32", "fp32", out_dtype="fp32"))]
     for name, kind in numerics.SCALINGS.items():
         found.append((name, GemmProblem(tokens, ffn, hidden, "e4m3", "e4m3", kind.activation, kind.weight)))
-    found.append(("FP8 into an FP32 main_grad", GemmProblem(ffn, hidden, tokens, "e5m2", "e4m3", "tensor", "tensor", "fp32", True)))
+    main_grad = GemmProblem(ffn, hidden, tokens, "e5m2", "e4m3", "tensor", "tensor", "fp32", accumulate=True)
+    found.append(("FP8 into an FP32 main_grad", main_grad))
     found += [(name, GroupedGemmProblem(tokens, ffn, hidden, 8, precision=name)) for name in ("bf16", *numerics.SCALINGS)]
     found += [("RMSNorm", NormProblem(tokens, hidden)), ("SwiGLU", ActivationProblem(tokens, ffn)),
-              ("by positions", RopeProblem(tokens, heads, 128)), ("cross-entropy, vocabulary 128,256", LossProblem(tokens, 128256))]
+              ("by positions", RopeProblem(tokens, heads, 128)),
+              ("cross-entropy, vocabulary 128,256", LossProblem(tokens, 128256))]
     return found
 
 
@@ -81,8 +85,8 @@ def markdown() -> str:
         alike.setdefault((problem.op, *(cell(problem, arch) for arch in ARCHITECTURES)), []).append(says)
     for (op, *cells), says in alike.items():
         lines.append(f"| {op} | {'; '.join(says)} | " + " | ".join(cells) + " |")
-    lines += ["", "Kernels are in the order in which `kernel=auto` takes them. `composite` is framework maths; with * it counts as a "
-              "fallback and runs only with `run.fallback=warn` or `allow`. (torch) or (JAX): in that framework only. "
+    lines += ["", "Kernels are in the order in which `kernel=auto` takes them. `composite` is framework maths; with * it counts "
+              "as a fallback and runs only with `run.fallback=warn` or `allow`. (torch) or (JAX): in that framework only. "
               "`te-plugin explain recipe=NAME target=ARCH` gives the reason behind every gap."]
     return "\n".join(lines)
 

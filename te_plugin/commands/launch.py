@@ -43,6 +43,9 @@ def make_run_dir(cfg: Config, now: float | None = None) -> Path:
 def _mkdir(run_dir: Path) -> None:
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir={run_dir} cannot be made: {error.strerror}; give a folder that can be written") from error
+    try:
         run_dir.mkdir()
     except FileExistsError:
         raise ConfigError(f"run.dir={run_dir} exists, and one directory holds one run; give another name, or continue that run "
@@ -111,10 +114,8 @@ def run_processes(run_dir: Path, processes: int) -> int:
 
     The elastic launcher knows only 0 and 1, so the code comes from the verdict that rank 0 wrote; without one it is 1.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
-               "-m", "te_plugin.training.worker", str(run_dir)]
     (run_dir / VERDICT_FILE).unlink(missing_ok=True)  # a verdict found afterwards is this run's own
-    with subprocess.Popen(command) as child:
+    with subprocess.Popen(elastic_command(run_dir, processes)) as child:
         previous = {number: signal.signal(number, lambda received, frame: child.send_signal(received))
                     for number in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -127,3 +128,13 @@ def run_processes(run_dir: Path, processes: int) -> int:
               f"run.dir={run_dir} run.resume=true", file=sys.stderr)
         return 1
     return Verdict.load(run_dir).exit_code
+
+
+def elastic_command(run_dir: Path, processes: int) -> list[str]:
+    """torch's elastic launcher on this machine, on a free port."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
+            *worker_command(run_dir)]
+
+
+def worker_command(run_dir: Path) -> list[str]:
+    return ["-m", "te_plugin.training.worker", str(run_dir)]

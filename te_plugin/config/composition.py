@@ -6,8 +6,10 @@ values given on the command line. So a choice made on the command line always wi
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,7 +41,7 @@ def compose(overrides: Sequence[str], *, for_run: bool = True) -> Config:
     """
     parsed = [split_override(text) for text in overrides]
     choices = _group_choices(parsed)
-    values = _hydra(choices)
+    values = copy.deepcopy(_hydra(tuple(choices.items())))
     for group, choice in choices.items():
         if group != "recipe":
             _merge(values, _group_values(group, choice))
@@ -118,8 +120,9 @@ def _group_choices(parsed: Sequence[Override]) -> dict[str, str]:
     return choices
 
 
-def _hydra(choices: Mapping[str, str]) -> dict[str, Any]:
-    """The merged groups and recipe as nested dictionaries."""
+@functools.lru_cache(maxsize=256)
+def _hydra(choices: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    """The merged groups and recipe as nested dictionaries. Cached: the files do not change while a process runs."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -129,9 +132,10 @@ def _hydra(choices: Mapping[str, str]) -> dict[str, Any]:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(paths.configs_dir()), version_base="1.3"):
-            composed = hydra_compose("config", overrides=[f"{group}={choice}" for group, choice in choices.items()])
+            composed = hydra_compose("config", overrides=[f"{group}={choice}" for group, choice in choices])
     except HydraException as error:
-        raise ConfigError(f"recipe {choices['recipe']}: the groups do not compose: {error}") from error
+        asked = " ".join(f"{group}={choice}" for group, choice in choices)
+        raise ConfigError(f"{asked}: the groups do not compose: {error}") from error
     return OmegaConf.to_container(composed, resolve=False)
 
 

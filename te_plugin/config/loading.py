@@ -106,7 +106,7 @@ def parse_text(key: str, text: str, where: str) -> Any:
     if kind.kind is int and _INT.fullmatch(text):
         return int(text)
     if kind.kind is float and _FLOAT.fullmatch(text):
-        return check_value(key, float(text), where)
+        return check_value(key, float(text.lower().replace(".inf", "inf").replace(".nan", "nan")), where)
     raise _wrong_type(key, text, where)
 
 

@@ -1,0 +1,117 @@
+"""From overrides to a Config: groups, recipes, misspelt keys, and who wins."""
+
+import pytest
+
+from te_plugin import paths
+from te_plugin.config import ConfigError, compose
+from te_plugin.config.composition import groups
+from te_plugin.config.loading import read_yaml
+
+TINY = "recipe=llama_tiny"
+
+
+def tiny(*overrides: str):
+    return compose([TINY, *overrides], for_run=False)
+
+
+@pytest.mark.parametrize("recipe", groups()["recipe"])
+def test_every_recipe_composes_and_carries_its_name(recipe):
+    assert compose([f"recipe={recipe}"], for_run=False).recipe == recipe
+
+
+@pytest.mark.report("hydra-ecosystem/hydra#1912")
+@pytest.mark.parametrize("override,nearest", [
+    ("model.head_dmi=3", "model.head_dim"), ("+model.head_dmi=3", "model.head_dim"), ("++model.head_dmi=3", "model.head_dim"),
+    ("modle.head_dim=3", "model.head_dim"), ("+modle.head_dim=3", "model.head_dim"), ("optim.betta1=0.9", "optim.beta1"),
+    ("lr=1e-5", "optim.lr"), ("data.lr=1e-5", "optim.lr"), ("model.rope_scaling.facter=8", "model.rope_scaling.factor"),
+])
+def test_a_misspelt_key_is_refused_with_the_nearest_one_also_with_plus(override, nearest):
+    with pytest.raises(ConfigError) as caught:
+        tiny(override)
+    assert f"the nearest is '{nearest}'" in str(caught.value)
+
+
+def test_a_misspelt_group_names_the_group():
+    with pytest.raises(ConfigError, match="no key 'precison'; the nearest group is 'precision'"):
+        tiny("precison=bf16")
+    with pytest.raises(ConfigError, match="precision=fp8 does not exist.*fp8_current"):
+        tiny("precision=fp8")
+
+
+def test_a_choice_without_its_group_names_the_group():
+    with pytest.raises(ConfigError, match="'thd' is no key but a choice of the group layout; write layout=NAME"):
+        tiny("thd=off")
+
+
+@pytest.mark.parametrize("group", sorted(groups()))
+@pytest.mark.parametrize("value", ["", "null", "''"])
+def test_an_empty_group_is_refused(group, value):
+    overrides = [f"{group}={value}"] if group == "recipe" else [TINY, f"{group}={value}"]
+    with pytest.raises(ConfigError, match=f"{group} cannot be empty; choose one of"):
+        compose(overrides, for_run=False)
+
+
+def test_a_recipe_is_needed():
+    with pytest.raises(ConfigError, match="no recipe is chosen; add recipe=NAME, one of: .*llama_tiny"):
+        compose([])
+
+
+@pytest.mark.parametrize("override,message", [
+    ("model", "has no value"), ("~data.path", "would delete a key"), ("~model", "would delete a key"), ("=3", "not understood"),
+    ("optim={lr: 1}", "does not exist"), ("model.rope_scaling=null", "sets a whole section"),
+    ("layout.name=bshd", "belongs to the group file; choose one with layout=bshd"),
+    ("hydra.run.dir=x", "no key 'hydra.run.dir'"), ("precision=bf16,fp8_current", "does not exist"),
+])
+def test_other_forms_are_refused_with_the_form_to_use(override, message):
+    with pytest.raises(ConfigError) as caught:
+        tiny(override)
+    assert message in str(caught.value)
+
+
+def test_a_group_chosen_twice_is_refused():
+    with pytest.raises(ConfigError, match="layout is chosen twice: thd and bshd"):
+        tiny("layout=thd", "layout=bshd")
+
+
+def test_values_on_the_command_line_win_over_the_recipe():
+    assert tiny().optim.lr != 1e-5
+    assert tiny("optim.lr=1e-5").optim.lr == 1e-5
+    assert tiny("+optim.lr=1e-5").optim.lr == 1e-5
+
+
+def test_of_two_values_the_last_one_wins():
+    assert tiny("optim.lr=1e-5", "optim.lr=2e-5").optim.lr == 2e-5
+
+
+@pytest.mark.parametrize("group,choice", [(g, c) for g, choices in groups().items() if g != "recipe" for c in choices])
+def test_a_group_chosen_on_the_command_line_wins_over_the_recipe_with_all_its_values(group, choice):
+    """Also where the recipe sets values of that group itself."""
+    text = (paths.configs_dir() / group / f"{choice}.yaml").read_text()
+    values = read_yaml(text, choice)
+    section = values[group] if "@package _global_" in text else values
+    for recipe in ("llama_tiny", "llama3_1_8b"):
+        try:
+            cfg = compose([f"recipe={recipe}", f"{group}={choice}"], for_run=False)
+        except ConfigError as error:  # refused for what it asks, not overruled by the recipe
+            assert "there is no key" not in str(error) and "is not set" not in str(error)
+            continue
+        for key, value in section.items():
+            if not isinstance(value, dict):
+                assert getattr(getattr(cfg, group), key) == value, key
+
+
+def test_group_files_mean_the_same_to_hydra_and_to_the_strict_reader():
+    """No `on`, `off` or date hides in a YAML file, and every file is .yaml."""
+    from omegaconf import OmegaConf
+
+    for path in paths.configs_dir().rglob("*"):
+        if path.is_file():
+            assert path.suffix == ".yaml", path
+            assert OmegaConf.to_container(OmegaConf.load(path)) == read_yaml(path.read_text(), str(path)), path
+            assert "_target_" not in path.read_text(), path
+
+
+def test_composition_does_not_depend_on_the_working_directory(tmp_path, monkeypatch):
+    before = tiny()
+    monkeypatch.chdir(tmp_path)
+    assert tiny() == before
