@@ -6,8 +6,8 @@ product has its own pair of quantised copies, scaled along the dimension it cont
     forward  x[M,K] and W[N,K]        dgrad  dy[M,N] and W^T[K,N]        wgrad  dy^T[N,M] and x^T[K,M]
 
 Shapes: M rows, N out features, K in features, E experts. precision: a name of numerics.PRECISIONS; fp32 and bf16
-multiply the values as given. A grouped linear is the loop over its experts; a scale never spans two experts, except that one scale a
-tensor (fp8_current) covers the rows of all of them.
+multiply the values as given. A grouped linear is the loop over its experts; no scale spans two experts, except that
+one scale a tensor (fp8_current) covers the rows of all of them.
 """
 
 from __future__ import annotations
