@@ -94,15 +94,13 @@ class Data:
         """Validation rows; raises DataError past the last one (val_rows), so that no row is counted twice."""
         if first_row < 0 or rows < 1 or first_row + rows > self.val_rows:
             raise DataError(
-                f"validation rows {first_row} to {first_row + rows - 1} asked for, there are {self.val_rows}: lower "
-                "schedule.eval_rows "
-                "or raise data.val_fraction"
+                f"validation rows {first_row} to {first_row + rows - 1} asked for, there are {self.val_rows}: "
+                "lower schedule.eval_rows or raise data.val_fraction"
             )
         return self._batch(self._val, [self._val.row(row, (_SPLIT_KEY,)) for row in range(first_row, first_row + rows)])
 
     def order_hash(self, rows: int, first_row: int = 0) -> str:
-        """Hash of which tokens of which documents the training rows hold, in order: equal hashes mean equal data
-        order."""
+        """Hash of the document, offset and length of every segment of the training rows: equal hashes, equal order."""
         digest = hashlib.sha256()
         for row in range(first_row, first_row + rows):
             chosen = self._train_row(row)
