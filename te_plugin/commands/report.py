@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from dataclasses import dataclass
@@ -33,11 +34,9 @@ def console() -> Console:
 
 def plan_rows(cfg: Config) -> list[Row]:
     """Every launch of the run with its plan, or with the reason why there is none."""
-    from te_plugin.ops.recipe import problems_of, run_target
+    from te_plugin.ops.recipe import problems_of
 
-    target_arch(cfg)  # says clearly when the machine to plan for is not known
-    target = run_target(cfg)
-    rows = []
+    target, rows = plan_target(cfg), []
     for label, problem in problems_of(cfg):
         kernel = cfg.attention.kernel if problem.op == "attention" else "auto"
         try:
@@ -48,6 +47,16 @@ def plan_rows(cfg: Config) -> list[Row]:
             rejected = made.rejected if kernel == "auto" else reasons(problem, target, asked=kernel)
             rows.append(Row(label, problem, made, rejected))
     return rows
+
+
+def plan_target(cfg: Config) -> Target:
+    """What ops.recipe.run_target says; without torch, which alone could see a GPU, this machine is a CPU."""
+    from te_plugin.ops.recipe import ADAPTER_FRAMEWORK, run_target
+
+    arch = target_arch(cfg)  # says clearly when the machine to plan for is not known
+    if cfg.run.target == "auto" and importlib.util.find_spec("torch") is None:
+        return Target(arch, ADAPTER_FRAMEWORK[cfg.adapter.name], local=True)
+    return run_target(cfg)
 
 
 def reasons(problem, target: Target, asked: str | None = None) -> tuple[tuple[str, str], ...]:

@@ -1,0 +1,117 @@
+"""explain lists every kernel with its reason, for machines that are not here too."""
+
+import re
+
+import pytest
+
+from te_plugin import AttentionProblem, PlanError, Target, cli, plan
+from te_plugin.commands import memory, report
+from te_plugin.config import compose
+from te_plugin.ops.recipe import problems_of
+from te_plugin.plan import ARCHITECTURES, registered
+
+TINY = "recipe=llama_tiny"
+
+
+@pytest.fixture
+def explain(capsys):
+    def call(*argv: str) -> tuple[int, str, str]:
+        code = cli.main(["explain", *argv])
+        out = capsys.readouterr()
+        return code, re.sub(r"\s+", " ", out.out), out.err
+
+    return call
+
+
+@pytest.mark.report("NVIDIA/TransformerEngine#3006")
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_registered_kernel_is_named_on_every_target(explain, arch):
+    code, out, err = explain(TINY, f"target={arch}")
+    assert f"plan of llama_tiny for {arch}" in out
+    for op in {problem.op for _, problem in problems_of(compose([TINY], for_run=False))}:
+        for kernel in registered(op):
+            assert kernel.name in out, (op, kernel.name)
+    rows = report.plan_rows(compose([TINY, f"run.target={arch}"], for_run=False))
+    assert code == (0 if all(row.plan for row in rows) else 1)
+    if code:
+        assert f"llama_tiny cannot run on {arch}" in err and "Traceback" not in err and err.count("\n") == 1
+
+
+def test_explain_shows_the_plan_that_the_run_will_read():
+    from te_plugin.ops.recipe import plan_run
+
+    cfg = compose([TINY, "run.device=cpu"])
+    assert {row.label: row.plan for row in report.plan_rows(cfg)} == plan_run(cfg)
+
+
+def test_a_kernel_asked_for_by_name_explains_the_others_too(explain):
+    code, out, _ = explain(TINY, "run.device=cpu", "attention.kernel=composite")
+    assert code == 0 and "cpu: kernel=composite was asked for" in out
+
+
+def test_an_impossible_kernel_exits_1_with_its_reason(explain):
+    code, out, err = explain(TINY, "target=sm90", "attention.kernel=cpu")
+    assert code == 1 and "runs on cpu, not on sm90" in out and "attention" in err
+
+
+def test_sizes_are_those_of_the_recipe(explain):
+    _, out, _ = explain("recipe=llama3_1_8b", "target=sm90", "--processes", "8")
+    assert "4,194,304 = 512 rows of 8,192" in out and "8,030,261,248" in out and "64 a step and process" in out
+    assert "token multiple 16 (fp8_current)" in out
+
+
+def test_a_microbatch_that_will_be_padded_inside_is_told(explain):
+    _, out, _ = explain(TINY, "target=cpu", "data.seq_len=1003", "schedule.micro_rows=1")
+    assert "1,003 is padded inside to 1,008" in out
+
+
+def test_a_recipe_for_a_gpu_asks_which_one(explain):
+    code, _, err = explain("recipe=llama3_1_8b")
+    assert code == 1 and "target=sm90" in err
+
+
+@pytest.mark.parametrize("recipe,parameters", [("llama3_1_8b", 8_030_261_248), ("llama3_1_8b model=llama3_2_1b", 1_235_814_400)])
+def test_parameters_are_those_that_the_models_are_published_with(recipe, parameters):
+    cfg = compose([f"recipe={recipe.split()[0]}", *recipe.split()[1:]], for_run=False)
+    assert memory.parameter_count(cfg)[0] == parameters
+
+
+def test_fsdp2_shares_weights_gradients_and_optimizer_state_and_not_activations():
+    cfg = compose(["recipe=llama3_1_8b"], for_run=False)
+    one, eight = memory.estimate(cfg, 1), memory.estimate(cfg, 8)
+    assert [getattr(one, name) // 8 for name in ("weights", "gradients", "optimizer")] == [
+        getattr(eight, name) for name in ("weights", "gradients", "optimizer")]
+    assert one.activations == eight.activations and one.fp8_weights == eight.fp8_weights
+
+
+def test_the_transposed_weight_copies_are_counted_when_they_are_kept():
+    kept = memory.estimate(compose([TINY], for_run=False))
+    rebuilt = memory.estimate(compose([TINY, "precision.keep_transpose=false"], for_run=False))
+    assert kept.fp8_weights == 2 * rebuilt.fp8_weights > 0
+    assert memory.estimate(compose([TINY, "precision=bf16"], for_run=False)).fp8_weights == 0
+
+
+@pytest.mark.parametrize("labels,short", [
+    (["norm"], "norm"), (["rope.q", "rope.k"], "rope.{q,k}"),
+    (["linear_qkv.forward", "linear_qkv.dgrad", "linear_fc1.forward", "linear_fc1.dgrad"], "linear_{qkv,fc1}.{forward,dgrad}"),
+    (["linear_qkv.forward", "linear_fc1.dgrad"], "linear_qkv.forward, linear_fc1.dgrad"),
+    (["experts_fc1", "experts_fc2"], "experts_{fc1,fc2}")])
+def test_labels_are_shortened_without_losing_one(labels, short):
+    assert report.shorten(labels) == short
+
+
+@pytest.mark.report("NVIDIA/TransformerEngine#3006")
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("window", [(-1, -1), (1023, 0)])
+@pytest.mark.parametrize("needs_backward", [True, False])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_an_attention_problem_has_a_kernel_or_one_reason_a_kernel(head_dim, window, needs_backward, arch):
+    problem = AttentionProblem(2048, 2048, 16, 16, 8, head_dim, window=window, needs_backward=needs_backward)
+    names = {kernel.name for kernel in registered("attention")}
+    try:
+        chosen = plan(problem, Target(arch, "torch"))
+    except PlanError as error:
+        assert all(f"\n  {name}: " in str(error) for name in names)
+    else:
+        assert {chosen.kernel.name, *(name for name, _ in chosen.rejected)} == names
+        assert not chosen.is_fallback and all(reason for _, reason in chosen.rejected)
