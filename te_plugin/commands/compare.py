@@ -10,13 +10,14 @@ from te_plugin.config import ConfigError
 HELP = "compare two runs: configuration, loss gap, picture"
 EXAMPLES = """examples:
   te-plugin compare runs/llama_tiny-20260101-120000 runs/llama_tiny-20260101-121500
-  te-plugin compare RUN_A RUN_B --out gap.png"""
+  te-plugin compare RUN_A RUN_B --out megatron-against-maxtext"""
 
 
 def add_arguments(parser) -> None:
     parser.add_argument("run_a", type=Path, metavar="RUN_A")
     parser.add_argument("run_b", type=Path, metavar="RUN_B")
-    parser.add_argument("--out", type=Path, metavar="PICTURE", help="where the picture goes (default: compare.png in RUN_B)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER",
+                        help="where compare.json and compare.png go (default: RUN_B/compare-RUN_A)")
 
 
 def run(args: Namespace) -> int:
@@ -24,7 +25,13 @@ def run(args: Namespace) -> int:
         require_run_dir(run_dir)
     from te_plugin.convergence.compare import compare_runs
 
-    return compare_runs(args.run_a, args.run_b, args.out or args.run_b / "compare.png")
+    out = args.out or args.run_b / f"compare-{args.run_a.resolve().name}"
+    try:
+        comparison = compare_runs(args.run_a, args.run_b, out)
+    except (FileNotFoundError, ValueError) as error:  # what it raises for two runs that cannot be compared
+        raise ConfigError(str(error)) from error
+    print("\n".join([f"{args.run_a} -> {args.run_b}", *comparison.lines(), f"picture: {out / 'compare.png'}"]))
+    return 0
 
 
 def require_run_dir(path: Path) -> None:
