@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from te_plugin import numerics
-from te_plugin.torch.linear import check_features
+from te_plugin.ops.linear_checks import check_features
 from te_plugin.torch.modules import Linear, RMSNorm
 
 OUTPUT_LAYERS = ("lm_head", "*.lm_head", "output_layer", "*.output_layer")

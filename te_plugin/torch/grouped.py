@@ -13,10 +13,10 @@ import torch
 
 from te_plugin import numerics
 from te_plugin.ops.grouped_gemm.problem import GroupedGemmProblem
+from te_plugin.ops.linear_checks import check_features
 from te_plugin.plan import Plan, plan
 from te_plugin.torch import launches
 from te_plugin.torch.call import define, dtype_name, launch, target_of
-from te_plugin.torch.linear import check_features
 from te_plugin.torch.options import Options
 from te_plugin.torch.quantize import QuantizeOptions, quantize_2d
 from te_plugin.torch.state import operand_options

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from te_plugin import numerics
+from te_plugin.ops.linear_checks import check_features
 from te_plugin.torch.gemm import Operand, plain_gemm, scaled_gemm
 from te_plugin.torch.quantize import quantize_2d
 from te_plugin.torch.state import LinearState, operand_options
@@ -106,17 +107,6 @@ def _main_grad_done(weight: torch.Tensor) -> torch.Tensor | None:
         weight.grad_added_to_main_grad = True
         return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     return None
-
-
-def check_features(in_features: int, out_features: int, precision: str) -> None:
-    """ValueError naming the one feature size that the precision's GEMM cannot take, and the multiple it needs."""
-    kind = numerics.scaling(precision)
-    if kind is None:
-        return
-    for name, size in (("in_features", in_features), ("out_features", out_features)):
-        if size % kind.feature_multiple:
-            raise ValueError(f"{name}={size} is not a multiple of {kind.feature_multiple}, which precision {precision} needs; "
-                             f"pad the layer or leave it in bf16")
 
 
 def linear(

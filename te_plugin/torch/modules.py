@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from te_plugin import numerics
+from te_plugin.ops.linear_checks import check_features
 from te_plugin.torch import functional as F
-from te_plugin.torch.linear import check_features
 from te_plugin.torch.state import LinearState
 
 
