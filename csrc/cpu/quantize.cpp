@@ -202,15 +202,17 @@ struct Quantize {
 
   // A scale per row; the transposed copy has a scale per column.
   void run_rows() {
-    std::vector<uint32_t> row_amax(chunks * rows), col_amax(data_t != nullptr ? bands * cols : 0);
+    // Asked by the scales: with no rows data_t is empty, so its pointer may be null, while every column still has a scale.
+    const bool transposed = scale_inv_t != nullptr;
+    std::vector<uint32_t> row_amax(chunks * rows), col_amax(transposed ? bands * cols : 0);
     for_each_tile([&](const Tile& t) {
       uint32_t* out = row_amax.data() + t.index % chunks * rows + t.row;
       TE_SIMD_CALL(amax_rows)(part(x, t.row, t.col), t.rows, t.cols, t.cols, out);
       for (int64_t r = 0; r < t.rows; ++r) note(t, out[r]);
-      if (data_t != nullptr) TE_SIMD_CALL(amax_cols)(part(x, t.row, t.col), t.rows, t.cols, col_amax.data() + t.index / chunks * cols + t.col);
+      if (transposed) TE_SIMD_CALL(amax_cols)(part(x, t.row, t.col), t.rows, t.cols, col_amax.data() + t.index / chunks * cols + t.col);
       count(t);
     });
-    std::vector<float> row_scale(rows), col_scale(data_t != nullptr ? cols : 0);
+    std::vector<float> row_scale(rows), col_scale(transposed ? cols : 0);
     auto reduce = [&](const std::vector<uint32_t>& parts, int64_t count, int64_t n, std::vector<float>& scales, auto write) {
       for (int64_t i = 0; i < n; ++i) {
         uint32_t best = 0;
@@ -221,10 +223,10 @@ struct Quantize {
       }
     };
     reduce(row_amax, chunks, rows, row_scale, [&](int64_t i, Scale s) { write_scale(i, s); });
-    if (data_t != nullptr) reduce(col_amax, bands, cols, col_scale, [&](int64_t i, Scale s) { write_scale_t(i, s); });
+    if (transposed) reduce(col_amax, bands, cols, col_scale, [&](int64_t i, Scale s) { write_scale_t(i, s); });
     for_each_tile([&](const Tile& t) {
       encode_tile(t, row_scale.data() + t.row, 1, t.cols, false);
-      if (data_t == nullptr) return;
+      if (!transposed) return;
       for_each_subtile(t, [&](int64_t c, int64_t n) { encode_transposed(t, c, n, col_scale.data() + c, 0, kBandRows); });
     });
   }
