@@ -1,0 +1,173 @@
+"""Every registered RMSNorm, SwiGLU, RoPE and cross-entropy kernel against the float64 oracle."""
+
+import numpy as np
+import pytest
+import torch
+from reference import rounded
+from runners import implementations, nan_filled_memory, numpy, parameter, to_torch
+
+from te_plugin import oracle
+from te_plugin.ops.activation.problem import ActivationProblem
+from te_plugin.ops.loss.problem import LossProblem
+from te_plugin.ops.norm.problem import NormProblem
+from te_plugin.ops.rope.problem import RopeProblem
+from te_plugin.torch import cross_entropy, rms_norm, rope, swiglu
+
+DTYPES = ("fp32", "bf16", "fp16")
+# One rounding of the result: 2^-24, 2^-9 and 2^-12 at most; sums over columns add a little in FP32.
+BOUND = {"fp32": 2e-6, "bf16": 3e-3, "fp16": 4e-4}
+
+
+def rows(op: str, make_problem, shapes):
+    return [
+        parameter(i, shape, dtype, name=f"{'x'.join(map(str, shape))}-{dtype}")
+        for shape in shapes
+        for dtype in DTYPES
+        for i in implementations(op)
+        if i.supports(make_problem(shape, dtype)) and i.runner.name in ("raw", "torch")
+    ]
+
+
+def assert_close(got, want, dtype, what):
+    found = oracle.compare(got, want, BOUND[dtype])
+    assert found.relative <= BOUND[dtype], f"{what}: {found}"
+
+
+def draw(rng, dtype, *shape, scale=1.0):
+    return rounded(rng.standard_normal(shape) * scale, dtype)
+
+
+def run_torch(implementation, function, inputs: dict, grads, dtype, **options):
+    """Outputs and gradients of `function` on the named inputs; fresh memory is NaN."""
+    device = implementation.runner.device
+    leaves = {name: to_torch(x, dtype, device).requires_grad_() for name, x in inputs.items()}
+    with nan_filled_memory():
+        y = function(*leaves.values(), kernel=implementation.kernel.name, fallback="allow", **options)
+        y.backward(to_torch(grads, "fp32", device).to(y.dtype))
+    return numpy(y), *(numpy(x.grad) for x in leaves.values())
+
+
+NORM_SHAPES = [(2, 5), (3, 7), (65, 256), (4, 4096), (130, 33), (0, 64)]
+
+
+@pytest.mark.parametrize("implementation,shape,dtype", rows("norm", lambda s, d: NormProblem(*s, dtype=d), NORM_SHAPES))
+def test_rms_norm(implementation, shape, dtype, rng):
+    x, weight, dy = draw(rng, dtype, *shape, scale=3), draw(rng, dtype, shape[1]), draw(rng, dtype, *shape)
+    want, want_rstd = oracle.rms_norm_forward(x, weight)
+    want_dx, want_dw = oracle.rms_norm_backward(dy, x, weight)
+    if implementation.runner.name == "raw":
+        runner = implementation.runner
+        chosen = runner.plan(NormProblem(*shape, dtype=dtype), implementation.kernel.name)
+        tx, tw, tdy = (runner.tensor(t, dtype) for t in (x, weight, dy))
+        y, rstd = runner.nan(shape, dtype), runner.nan(shape[:1], "fp32")
+        dx, dw = runner.nan(shape, dtype), runner.nan(shape[1:], "fp32")
+        runner.call(chosen, "forward", [tx, tw, y, rstd], [1e-5])
+        runner.call(chosen, "backward", [tdy, tx, tw, rstd, dx, dw], [])
+        y, dx, dw = numpy(y), numpy(dx), numpy(dw)
+        assert_close(numpy(rstd), want_rstd, "fp32", "rstd")
+    else:
+        y, dx, dw = run_torch(implementation, rms_norm, {"x": x, "weight": weight}, dy, dtype)
+    for name, got, expected in (("y", y, want), ("dx", dx, want_dx), ("dw", dw, want_dw)):
+        assert_close(got, expected, dtype, name)
+
+
+@pytest.mark.parametrize(
+    "implementation,shape,dtype",
+    rows("activation", lambda s, d: ActivationProblem(*s, dtype=d), [(1, 1), (3, 7), (65, 384), (0, 16), (2, 1000)]),
+)
+def test_swiglu(implementation, shape, dtype, rng):
+    x, dy = draw(rng, dtype, shape[0], 2 * shape[1], scale=4), draw(rng, dtype, *shape)
+    if x.size > 2:
+        x[:1, :1] = -80
+    if implementation.runner.name == "raw":
+        runner = implementation.runner
+        chosen = runner.plan(ActivationProblem(*shape, dtype=dtype), implementation.kernel.name)
+        tx, y, dx = runner.tensor(x, dtype), runner.nan(shape, dtype), runner.nan(x.shape, dtype)
+        runner.call(chosen, "forward", [tx, y], [])
+        runner.call(chosen, "backward", [runner.tensor(dy, dtype), tx, dx], [])
+        y, dx = numpy(y), numpy(dx)
+    else:
+        y, dx = run_torch(implementation, swiglu, {"x": x}, dy, dtype)
+    assert_close(y, oracle.swiglu_forward(x), dtype, "y")
+    assert_close(dx, oracle.swiglu_backward(dy, x), dtype, "dx")
+
+
+@pytest.mark.parametrize(
+    "implementation,shape,dtype",
+    rows("rope", lambda s, d: RopeProblem(*s, dtype=d), [(1, 1, 2), (5, 3, 64), (33, 2, 128), (9, 1, 120), (0, 2, 64)]),
+)
+def test_rope(implementation, shape, dtype, rng):
+    x, dy = draw(rng, dtype, *shape), draw(rng, dtype, *shape)
+    positions = rng.integers(0, 100_000, shape[0])
+    inv_freq = oracle.rope_inv_freq(shape[2], 500000.0, factor=8.0)
+    if implementation.runner.name == "raw":
+        runner = implementation.runner
+        chosen = runner.plan(RopeProblem(*shape, dtype=dtype), implementation.kernel.name)
+        y, dx = runner.nan(shape, dtype), runner.nan(shape, dtype)
+        table = [runner.tensor(positions, "int32"), runner.tensor(inv_freq, "fp32")]
+        runner.call(chosen, "forward", [runner.tensor(x, dtype), *table, y], [0])
+        runner.call(chosen, "backward", [runner.tensor(dy, dtype), *table, dx], [1])
+        y, dx = numpy(y), numpy(dx)
+    else:
+        device = implementation.runner.device
+        y, dx = run_torch(
+            implementation, rope, {"x": x}, dy, dtype, positions=to_torch(positions, "int32", device),
+            inv_freq=to_torch(inv_freq, "fp32", device),
+        )  # fmt: skip
+    assert_close(y, oracle.rope(x, positions, inv_freq), dtype, "y")
+    assert_close(dx, oracle.rope(dy, positions, inv_freq, inverse=True), dtype, "dx")
+
+
+@pytest.mark.parametrize(
+    "implementation,shape,dtype",
+    rows("loss", lambda s, d: LossProblem(*s, dtype=d), [(1, 1), (6, 11), (40, 384), (3, 5003), (0, 16)]),
+)
+def test_cross_entropy(implementation, shape, dtype, rng):
+    logits, dloss = draw(rng, dtype, *shape, scale=5), rng.standard_normal(shape[0]).astype(np.float32)
+    labels = rng.integers(0, shape[1], shape[0])
+    labels[::3] = -100
+    want, want_lse = oracle.cross_entropy_forward(logits, labels)
+    if implementation.runner.name == "raw":
+        runner = implementation.runner
+        chosen = runner.plan(LossProblem(*shape, dtype=dtype), implementation.kernel.name)
+        tl, ti = runner.tensor(logits, dtype), runner.tensor(labels, "int32")
+        loss, lse, grad = runner.nan(shape[:1], "fp32"), runner.nan(shape[:1], "fp32"), runner.nan(shape, dtype)
+        runner.call(chosen, "forward", [tl, ti, loss, lse], [])
+        runner.call(chosen, "backward", [runner.tensor(dloss, "fp32"), tl, ti, lse, grad], [])
+        loss, grad = numpy(loss), numpy(grad)
+        assert_close(numpy(lse), want_lse, "fp32", "lse")
+    else:
+        device = implementation.runner.device
+        tl = to_torch(logits, dtype, device).requires_grad_()
+        with nan_filled_memory():
+            y = cross_entropy(tl, to_torch(labels, "int32", device), kernel=implementation.kernel.name, fallback="allow")
+            y.backward(to_torch(dloss, "fp32", device))
+        loss, grad = numpy(y), numpy(tl.grad)
+    assert_close(loss, want, "fp32", "loss")
+    assert_close(grad, oracle.cross_entropy_backward(dloss, logits, labels), dtype, "dlogits")
+    assert not loss[::3].any() and not grad[::3].any()
+
+
+@pytest.mark.report("NVIDIA/Megatron-LM#453")
+@pytest.mark.parametrize("heads", [1, 4])
+def test_rope_of_a_packed_segment_equals_the_same_tokens_alone(heads, rng):
+    inv_freq = torch.from_numpy(oracle.rope_inv_freq(64))
+    x = torch.from_numpy(rng.standard_normal((5, heads, 64), dtype=np.float32))
+    ids = torch.tensor([0, 1, 2, 0, 1], dtype=torch.int32)
+    for kernel in ("cpu", "composite"):
+        packed = rope(x, ids, inv_freq=inv_freq, kernel=kernel)
+        assert torch.equal(packed[3:], rope(x[3:], ids[3:], inv_freq=inv_freq, kernel=kernel))
+        cu = torch.tensor([0, 3, 5], dtype=torch.int32)
+        assert torch.equal(packed, rope(x, inv_freq=inv_freq, cu_seqlens=cu, kernel=kernel))
+        assert not torch.equal(packed[3:], rope(x, torch.arange(5, dtype=torch.int32), inv_freq=inv_freq, kernel=kernel)[3:])
+
+
+def test_shapes_that_do_not_fit_are_refused_with_both_sizes():
+    with pytest.raises(ValueError, match=r"weight has shape \(3,\), x has 4 features"):
+        rms_norm(torch.zeros(2, 4), torch.zeros(3))
+    with pytest.raises(ValueError, match="even D"):
+        rope(torch.zeros(2, 1, 3), torch.zeros(2, dtype=torch.int32), inv_freq=torch.zeros(1))
+    with pytest.raises(ValueError, match=r"inv_freq must be FP32\[2\]"):
+        rope(torch.zeros(2, 1, 4), torch.zeros(2, dtype=torch.int32), inv_freq=torch.zeros(3))
+    with pytest.raises(ValueError, match="leading dimensions"):
+        cross_entropy(torch.zeros(2, 4), torch.zeros(3, dtype=torch.int32))
