@@ -1,0 +1,32 @@
+"""Benchmarks behind `te-plugin bench`, one module each, with run(Options) -> Report.
+
+A new benchmark is a module here and a line in BENCHMARKS; timing, table, JSON file and picture come from harness.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from te_plugin.config import ConfigError
+
+BENCHMARKS = {
+    "attention": "te_plugin.bench.attention",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """cases and dtype narrow a benchmark down (empty and None: everything); seconds: for the turns of one op and case."""
+
+    cases: tuple[str, ...] = ()
+    dtype: str | None = None
+    seconds: float = 3.0
+
+    def select(self, names: Iterable[str], dtypes: Iterable[str]) -> None:
+        """ConfigError when a case or dtype is asked for that the benchmark does not have."""
+        for asked, known, what in ((self.cases, sorted(set(names)), "case"),
+                                   ((self.dtype,) if self.dtype else (), sorted(set(dtypes)), "dtype")):
+            for name in asked:
+                if name not in known:
+                    raise ConfigError(f"no {what} is named {name!r}; known: {', '.join(known)}")
