@@ -83,6 +83,9 @@ class Loop:
         last = self.schedule.last_step
         progress = Progress(last, start_step, enabled=self.world.is_main)
         step, stop = start_step, StopSignal()
+        # FP8 layers learn that the loop ends their steps; otherwise they would guess it from weights that moved in memory,
+        # and FSDP2 moves weights at every gather.
+        self.adapter.end_step(self.model, self.world)
         try:
             with stop.listening():
                 while step < last:
@@ -139,8 +142,7 @@ class Loop:
             )
 
     def _load_state(self, checkpoint: ckpt.Checkpoint) -> None:
-        if ckpt.load_model_state(self.model, checkpoint, self.world):
-            self.adapter.state_missing(self.model)
+        ckpt.load_model_state(self.model, checkpoint, self.world)
 
     def _evaluate(self, step: int, last: int) -> float | None:
         if self.cfg.schedule.eval_rows < 1 or (step % self.cfg.schedule.eval_interval and step != last):

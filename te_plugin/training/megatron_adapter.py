@@ -23,7 +23,7 @@ def megatron_adapter() -> Adapter:
     return Adapter(
         name="megatron", build_model=build_gpt, token_losses=gpt_token_losses, to_device=to_device, build_data=build_data,
         initialize=_initialize, finalize=_finalize, shard_units=_shard_units, evaluation=bf16_evaluation, begin_step=_begin_step, end_step=_end_step,
-        state_missing=_state_missing, nonfinite=_nonfinite, launches=launches.snapshot,
+        nonfinite=_nonfinite, launches=launches.snapshot,
     )
 
 
@@ -83,15 +83,6 @@ def _end_step(model: nn.Module, world: World) -> None:
     from te_plugin.torch.state import advance_scaling
 
     advance_scaling(model, dist.group.WORLD if world.size > 1 else None)
-
-
-def _state_missing(model: nn.Module) -> None:
-    """Weights came without FP8 state: delayed scaling starts from the loaded weights, not from the initial ones."""
-    for module in model.modules():
-        delayed = getattr(getattr(module, "state", None), "delayed", None)
-        weight = getattr(module, "weight", None)
-        if delayed is not None and weight is not None:
-            delayed.reset_weight(weight)
 
 
 def _nonfinite(model: nn.Module) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Runs a function in N gloo processes and returns what each one returned."""
+"""Runs a function in N joined gloo processes and returns what each one returned."""
 
 import os
 import socket
@@ -11,7 +11,10 @@ def _entry(rank, size, port, function, arguments, queue):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
                       OMP_NUM_THREADS="1")
     os.environ.pop("WANDB_SERVICE", None)
+    import torch.distributed as dist
+
     try:
+        dist.init_process_group("gloo")  # one group for every run inside `function`
         queue.put((rank, function(*arguments), None))
     except BaseException:
         queue.put((rank, None, traceback.format_exc()))
