@@ -10,6 +10,7 @@ _BY_MODULE = {
     "te_plugin.plan": ("PlanError",),
     "te_plugin.ffi": ("LibraryError",),
     "te_plugin.data.errors": ("DataError",),
+    "te_plugin.convergence.golden": ("GoldenError",),
     "te_plugin.training.run": ("RunDirError",),
     "te_plugin.training.checkpoint": ("CheckpointError",),
     "te_plugin.training.metrics": ("MetricsError",),

@@ -1,12 +1,13 @@
 """Tiny correctness checks of what is installed here, each against the float64 oracle: what `te-plugin doctor` runs.
 
 The raw checks call the functions of a compiled library on NumPy arrays and need no framework; the torch checks go through the
-public functions of te_plugin.torch on every device that torch has.
+public functions of te_plugin.torch on every device that torch has, the JAX checks through those of te_plugin.jax.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -50,6 +51,12 @@ def run_all() -> Iterator[Outcome]:
         for device in devices:
             for name, (check, bound) in TORCH_CHECKS.items():
                 yield _outcome(f"torch {device}", name, lambda check=check, device=device: check(device), bound)
+    if all(importlib.util.find_spec(package) is not None for package in ("jax", "jax_tvm_ffi")):
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # tiny inputs need no share of the GPU's memory
+        import jax
+
+        for name, (check, bound) in JAX_CHECKS.items():
+            yield _outcome(f"jax {jax.default_backend()}", name, check, bound)
 
 
 def _outcome(backend: str, name: str, check: Callable[[], Pairs], bound: float) -> Outcome:
@@ -212,4 +219,35 @@ TORCH_CHECKS: dict[str, tuple[Callable[[str], Pairs], float]] = {
     "linear, fp8_current": (lambda device: _torch_linear(device, "fp8_current"), 5e-3),
     "linear, fp8_block": (lambda device: _torch_linear(device, "fp8_block"), 5e-3),
     "RMSNorm and SwiGLU": (_torch_pointwise, 1e-5),
+}
+
+
+# ---- te_plugin.jax ----
+
+def _jax_attention() -> Pairs:
+    import jax
+    import jax.numpy as jnp
+
+    from te_plugin.jax import functional
+
+    q, k, v, dout = (jnp.asarray(x) for x in _qkv())
+    out, pullback = jax.vjp(lambda q, k, v: functional.attention(q, k, v, cu_seqlens_q=jnp.asarray(_CU)), q, k, v)
+    yield out, oracle.attention_forward(q, k, v, _CU)[0]
+    yield from zip(pullback(dout), oracle.attention_backward(dout, q, k, v, _CU), strict=True)
+
+
+def _jax_linear() -> Pairs:
+    import jax.numpy as jnp
+
+    from te_plugin.jax import functional
+
+    x, weight = (jnp.asarray(a).astype(jnp.bfloat16) for a in (_random(24, 128), _random(256, 128)))
+    y = functional.linear(x, weight, precision="fp8_current")
+    rounded = [np.asarray(a.astype(jnp.float32)) for a in (x, weight)]
+    yield y.astype(jnp.float32), oracle.linear(*rounded, precision="fp8_current")
+
+
+JAX_CHECKS: dict[str, tuple[Callable[[], Pairs], float]] = {
+    "attention, FP32, forward and backward": (_jax_attention, 1e-5),
+    "linear, fp8_current": (_jax_linear, 5e-3),
 }

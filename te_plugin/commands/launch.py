@@ -115,7 +115,9 @@ def run_processes(run_dir: Path, processes: int) -> int:
     The elastic launcher knows only 0 and 1, so the code comes from the verdict that rank 0 wrote; without one it is 1.
     """
     (run_dir / VERDICT_FILE).unlink(missing_ok=True)  # a verdict found afterwards is this run's own
-    with subprocess.Popen(elastic_command(run_dir, processes)) as child:
+    # Without a value the elastic launcher gives every process one thread, and says so at length.
+    threads = os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
+    with subprocess.Popen(elastic_command(run_dir, processes), env={**os.environ, "OMP_NUM_THREADS": threads}) as child:
         previous = {number: signal.signal(number, lambda received, frame: child.send_signal(received))
                     for number in (signal.SIGTERM, signal.SIGINT)}
         try:

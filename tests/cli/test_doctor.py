@@ -78,6 +78,7 @@ def test_doctor_exits_1_when_a_kernel_computes_something_else(monkeypatch, capsy
 
     monkeypatch.setattr(ffi, "function", broken)
     monkeypatch.setattr(selfcheck, "TORCH_CHECKS", {})
+    monkeypatch.setattr(selfcheck, "JAX_CHECKS", {})
     assert cli.main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "cpu library, SwiGLU: relative error" in " ".join(out.split()) and "doctor: 1 problem" in out
@@ -86,5 +87,6 @@ def test_doctor_exits_1_when_a_kernel_computes_something_else(monkeypatch, capsy
 def test_doctor_exits_1_when_the_library_is_missing(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(ffi, "LIBRARY_DIR", tmp_path)
     monkeypatch.setattr(selfcheck, "TORCH_CHECKS", {})
+    monkeypatch.setattr(selfcheck, "JAX_CHECKS", {})
     assert cli.main(["doctor"]) == 1
     assert "the cpu library is not at" in " ".join(capsys.readouterr().out.split())
