@@ -12,7 +12,7 @@ from rich.table import Table
 
 from te_plugin import numerics
 from te_plugin.commands import memory, report
-from te_plugin.config import Config, compose, recipe_hash, target_arch
+from te_plugin.config import Config, compose, recipe_hash, target_arch, validate
 
 HELP = "say which kernels a run takes and why, tokens a step, memory"
 EXAMPLES = """examples:
@@ -24,8 +24,9 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser) -> None:
+    parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own group files: recipe/NAME.yaml, model/NAME.yaml")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="recipe=NAME, target=ARCH, group=choice, key=value")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes to share the model over (default 1)")
+    parser.add_argument("--processes", type=int, metavar="N", help="processes of the run, for its memory and microbatches")
     parser.add_argument("--matrix", action="store_true", help="print the support matrix of all kernels (Markdown)")
 
 
@@ -36,10 +37,12 @@ def run(args: Namespace) -> int:
         print(markdown())
         return 0
     overrides = [f"run.{text}" if text.startswith("target=") else text for text in args.overrides]
-    cfg = compose(overrides, for_run=False)
+    cfg = compose(overrides, for_run=False, config_dir=args.config_dir)
+    if args.processes is not None:
+        validate(cfg, for_run=False, world_size=args.processes)
     rows = report.plan_rows(cfg)
     report.print_plan_table(cfg, rows, with_rejected=True)
-    _print_sizes(cfg, args.processes)
+    _print_sizes(cfg, args.processes or cfg.parallel.tensor_parallel)
     impossible = [row for row in rows if row.plan is None]
     if impossible:
         named = report.shorten([row.label for row in impossible])

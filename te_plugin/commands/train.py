@@ -18,11 +18,13 @@ EXAMPLES = """examples:
   te-plugin train recipe=llama_tiny --cfg job                   print the resolved configuration, run nothing
   te-plugin train recipe=llama_tiny parallel=ddp --nproc 2      two processes on this machine
   te-plugin train recipe=llama_tiny run.dir=RUN_DIR run.resume=true
+  te-plugin train --config-dir my_configs recipe=my_recipe      my_configs/recipe/my_recipe.yaml
   te-plugin train recipe=llama3_1_8b data.path=/data/c4 --prepare   make the run directory only, then on every node:
       torchrun --nnodes N --nproc-per-node 8 ... -m te_plugin.training.worker RUN_DIR"""
 
 
 def add_arguments(parser) -> None:
+    parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own group files: recipe/NAME.yaml, model/NAME.yaml")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="recipe=NAME, group=choice and key=value")
     parser.add_argument("--cfg", choices=["job"], help="print the resolved configuration and stop")
     parser.add_argument("--nproc", type=int, metavar="N", help="processes on this machine, for parallel=ddp and fsdp2")
@@ -31,13 +33,13 @@ def add_arguments(parser) -> None:
 
 def run(args: Namespace) -> int:
     if args.cfg:
-        print(to_yaml(compose(args.overrides, for_run=False)), end="")
+        print(to_yaml(compose(args.overrides, for_run=False, config_dir=args.config_dir)), end="")
         return 0
     _refuse_inside_torchrun(args)
     for override in args.overrides:
         if override.lstrip("+").startswith("accept."):
             raise ConfigError(f"{override}: acceptance settings mean nothing to train; leave it out")
-    cfg = compose(args.overrides)
+    cfg = compose(args.overrides, config_dir=args.config_dir)
     _check_processes(cfg, args)
 
     from te_plugin.commands import launch

@@ -33,18 +33,20 @@ class Override:
     is_group: bool
 
 
-def compose(overrides: Sequence[str], *, for_run: bool = True) -> Config:
+def compose(overrides: Sequence[str], *, for_run: bool = True, config_dir: str | Path | None = None) -> Config:
     """The validated Config of `recipe=NAME [group=choice ...] [key=value ...]`.
 
     for_run=False plans for a machine that may be elsewhere: no kernel is planned and no file of the user's is looked for.
+    config_dir: a folder of the user's own group files (recipe/NAME.yaml, model/NAME.yaml, ...) beside the package's.
     Raises ConfigError, whose message says what was asked, why not, and what to change.
     """
-    parsed = [split_override(text) for text in overrides]
-    choices = _group_choices(parsed)
-    values = copy.deepcopy(_hydra(tuple(choices.items())))
+    files = group_files(config_dir)
+    parsed = [split_override(text, files) for text in overrides]
+    choices = _group_choices(parsed, files)
+    values = copy.deepcopy(_hydra(tuple(choices.items()), config_dir))
     for group, choice in choices.items():
         if group != "recipe":
-            _merge(values, _group_values(group, choice))
+            _merge(values, _group_values(group, files[group][choice]))
     for override in parsed:
         if not override.is_group:
             _set(values, override.key, parse_text(override.key, override.value, WHERE))
@@ -54,16 +56,34 @@ def compose(overrides: Sequence[str], *, for_run: bool = True) -> Config:
 
 
 def groups() -> dict[str, tuple[str, ...]]:
-    """Every Hydra group with its choices."""
-    found = {}
-    for folder in sorted(p for p in paths.configs_dir().iterdir() if p.is_dir()):
-        names = tuple(sorted(p.stem for p in folder.glob("*.yaml")))
-        if names:
-            found[folder.name] = names
+    """Every Hydra group of the package with its choices."""
+    return {group: tuple(files) for group, files in group_files().items()}
+
+
+def group_files(config_dir: str | Path | None = None) -> dict[str, dict[str, Path]]:
+    """group -> choice -> file, of the package and of the user's folder.
+
+    ConfigError when the user's folder adds nothing, or hides a file of the package.
+    """
+    found: dict[str, dict[str, Path]] = {}
+    for path in sorted(paths.configs_dir().glob("*/*.yaml")):
+        found.setdefault(path.parent.name, {})[path.stem] = path
+    if config_dir is None:
+        return found
+    folder = Path(config_dir)
+    if not folder.is_dir():
+        raise ConfigError(f"--config-dir {folder}: no such folder; give one that holds recipe/NAME.yaml or another group's files")
+    added = [path for path in sorted(folder.glob("*/*.yaml")) if path.parent.name in found]
+    if not added:
+        raise ConfigError(f"--config-dir {folder}: it holds no file of a group; put them in folders named {', '.join(found)}")
+    for path in added:
+        if path.stem in found[path.parent.name]:
+            raise ConfigError(f"{path}: {path.parent.name}={path.stem} is a file of the package already; give it another name")
+        found[path.parent.name][path.stem] = path
     return found
 
 
-def split_override(text: str) -> Override:
+def split_override(text: str, files: Mapping[str, Mapping[str, Path]] | None = None) -> Override:
     """Parse one override and check that its key exists. ConfigError otherwise, with the nearest key."""
     match = _OVERRIDE.fullmatch(text)
     if not match:
@@ -71,7 +91,7 @@ def split_override(text: str) -> Override:
     prefix, key, value = match["prefix"], match["key"], match["value"]
     if prefix == "~":
         raise ConfigError(f"{WHERE}: {text!r} would delete a key; every key is needed: give it a value instead")
-    known_groups = groups()
+    known_groups = {group: tuple(choices) for group, choices in (files or group_files()).items()}
     if not match["equals"]:
         raise ConfigError(f"{WHERE}: {text!r} has no value; write {key}=VALUE")
     if key in known_groups:
@@ -108,7 +128,7 @@ def _group_choice(group: str, value: str, choices: tuple[str, ...]) -> str:
     return value
 
 
-def _group_choices(parsed: Sequence[Override]) -> dict[str, str]:
+def _group_choices(parsed: Sequence[Override], files: Mapping[str, Mapping[str, Path]]) -> dict[str, str]:
     choices: dict[str, str] = {}
     for override in parsed:
         if override.is_group:
@@ -116,12 +136,12 @@ def _group_choices(parsed: Sequence[Override]) -> dict[str, str]:
                 raise ConfigError(f"{WHERE}: {override.key} is chosen twice: {choices[override.key]} and {override.value}")
             choices[override.key] = override.value
     if "recipe" not in choices:
-        raise ConfigError(f"{WHERE}: no recipe is chosen; add recipe=NAME, one of: {', '.join(groups()['recipe'])}")
+        raise ConfigError(f"{WHERE}: no recipe is chosen; add recipe=NAME, one of: {', '.join(files['recipe'])}")
     return choices
 
 
 @functools.lru_cache(maxsize=256)
-def _hydra(choices: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+def _hydra(choices: tuple[tuple[str, str], ...], config_dir: str | Path | None) -> dict[str, Any]:
     """The merged groups and recipe as nested dictionaries. Cached: the files do not change while a process runs."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -129,19 +149,20 @@ def _hydra(choices: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
+    overrides = [f"{group}={choice}" for group, choice in choices]
+    if config_dir is not None:
+        overrides.append(f"hydra.searchpath=['file://{Path(config_dir).resolve()}']")
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(paths.configs_dir()), version_base="1.3"):
-            composed = hydra_compose("config", overrides=[f"{group}={choice}" for group, choice in choices])
+            composed = hydra_compose("config", overrides=overrides)
     except HydraException as error:
-        asked = " ".join(f"{group}={choice}" for group, choice in choices)
-        raise ConfigError(f"{asked}: the groups do not compose: {error}") from error
+        raise ConfigError(f"{' '.join(overrides)}: the groups do not compose: {error}") from error
     return OmegaConf.to_container(composed, resolve=False)
 
 
-def _group_values(group: str, choice: str) -> dict[str, Any]:
+def _group_values(group: str, path: Path) -> dict[str, Any]:
     """What a group file sets, as nested dictionaries from the root."""
-    path = Path(paths.configs_dir()) / group / f"{choice}.yaml"
     text = path.read_text(encoding="utf-8")
     values = read_yaml(text, str(path))
     return values if re.search(r"^# @package _global_$", text, re.MULTILINE) else {group: values}

@@ -115,3 +115,43 @@ def test_composition_does_not_depend_on_the_working_directory(tmp_path, monkeypa
     before = tiny()
     monkeypatch.chdir(tmp_path)
     assert tiny() == before
+
+
+# ---- the user's own folder ----
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "model").mkdir()
+    tiny_recipe = (paths.configs_dir() / "recipe/llama_tiny.yaml").read_text()
+    (tmp_path / "recipe/mine.yaml").write_text(
+        tiny_recipe.replace("recipe: llama_tiny", "recipe: mine").replace("/model: llama_tiny", "/model: wide"))
+    tiny_model = (paths.configs_dir() / "model/llama_tiny.yaml").read_text()
+    (tmp_path / "model/wide.yaml").write_text(
+        tiny_model.replace("name: llama_tiny", "name: wide").replace("ffn_hidden_size: 768", "ffn_hidden_size: 1024"))
+    return tmp_path
+
+
+def test_recipes_and_groups_of_the_users_own_folder_compose(own):
+    cfg = compose(["recipe=mine", "layout=bshd"], for_run=False, config_dir=own)
+    assert (cfg.recipe, cfg.model.name, cfg.model.ffn_hidden_size, cfg.layout.name) == ("mine", "wide", 1024, "bshd")
+    assert compose([TINY, "model=wide"], for_run=False, config_dir=own).model.ffn_hidden_size == 1024
+    with pytest.raises(ConfigError, match="recipe=mine does not exist"):
+        compose(["recipe=mine"], for_run=False)
+
+
+def test_a_misspelt_key_in_the_users_own_file_is_refused(own):
+    (own / "model/wide.yaml").write_text((own / "model/wide.yaml").read_text().replace("num_layers", "num_layer"))
+    with pytest.raises(ConfigError, match="no key 'model.num_layer'; the nearest is 'model.num_layers'"):
+        compose([TINY, "model=wide"], for_run=False, config_dir=own)
+
+
+def test_the_users_own_folder_hides_no_file_of_the_package_and_is_never_ignored(own, tmp_path):
+    (own / "model/llama_tiny.yaml").write_text("name: other")
+    with pytest.raises(ConfigError, match="model=llama_tiny is a file of the package already"):
+        compose([TINY], for_run=False, config_dir=own)
+    with pytest.raises(ConfigError, match="no such folder"):
+        compose([TINY], for_run=False, config_dir=tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="no file of a group"):
+        compose([TINY], for_run=False, config_dir=tmp_path / "empty")
