@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,8 @@ def found(tmp_path_factory):
     path = tmp_path_factory.mktemp("two_ranks") / "found.json"
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER), str(path)],
-        capture_output=True, text=True, timeout=300, cwd=REPOSITORY)
-    assert done.returncode == 0, done.stderr[-4000:]
+        capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[:6000]
     return json.loads(path.read_text())
 
 

@@ -39,7 +39,8 @@ from megatron_models import mean_loss, packed_batch, small_config  # noqa: E402
 from te_plugin import megatron as plugin  # noqa: E402
 from te_plugin.megatron.arguments import take_shard  # noqa: E402
 
-CHANGED = [str(key) for key, identity in BEFORE.items() if callables().get(key) != identity]
+AFTER = callables()
+CHANGED = [str(key) for key, identity in BEFORE.items() if AFTER.get(key) != identity]
 BATCHES = [packed_batch([30, 21, 12], seed=seed) for seed in range(2)]
 
 
@@ -62,7 +63,7 @@ def train(model, steps: int = 3) -> list[float]:
 
 
 def tensor_parallel(*overrides: str) -> dict:
-    split = model_of("parallel.tensor_parallel=2", *overrides)
+    split = model_of("parallel=ddp", "parallel.tensor_parallel=2", *overrides)
     split_losses = train(split)
     rank = torch.distributed.get_rank()
     shards = {name: (p.detach().clone(), getattr(p, "partition_dim", -1), getattr(p, "partition_stride", 1))
