@@ -181,11 +181,13 @@ def quantize(
 def scale_from_amax(amax: torch.Tensor, fmt: numerics.Fp8Format, pow2: bool = False) -> torch.Tensor:
     """FP32 scale (not its inverse) of an amax tensor, on its device; the torch twin of numerics.scale_from_amax."""
     amax = torch.where(torch.isinf(amax), numerics.FLT_MAX, amax)
+    # A tensor, not a number: torch computes number / tensor as number * reciprocal, which rounds twice.
+    limit = torch.full_like(amax, fmt.max)
     if pow2:
-        mantissa, exponent = torch.frexp(amax / fmt.max)
+        mantissa, exponent = torch.frexp(amax / limit)
         exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-126, 126)
         scale = torch.ldexp(torch.ones_like(amax), -exponent)
         scale = torch.where(torch.isnan(amax), amax, scale)
     else:
-        scale = (fmt.max / amax).clamp(max=numerics.FLT_MAX)
+        scale = (limit / amax).clamp(max=numerics.FLT_MAX)
     return torch.where(amax == 0, torch.ones_like(amax), scale)
