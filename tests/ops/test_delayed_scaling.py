@@ -1,0 +1,128 @@
+"""The state of delayed scaling against the oracle: trajectories, idle steps, groups, saving and loading."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+
+from te_plugin import oracle
+from te_plugin.numerics import E4M3, E5M2, SCALINGS
+from te_plugin.torch import DelayedScaling, Linear, advance_scaling
+
+KIND = SCALINGS["fp8_delayed"]
+
+
+def tensor_of(amax: float) -> torch.Tensor:
+    x = torch.zeros(2, 16)
+    x[1, 3] = -amax
+    return x
+
+
+def step(state: DelayedScaling, operand: str, *amax: float) -> float:
+    """One step with microbatches of these amaxes; returns the scale that was used."""
+    used = float(state.scale[DelayedScaling.OPERANDS.index(operand)])
+    for a in amax:
+        assert state.quantize(tensor_of(a), operand).scale_inv.item() == np.float32(1) / np.float32(used)
+    state.advance()
+    return used
+
+
+@pytest.mark.report("NVIDIA/TransformerEngine#814")
+@pytest.mark.parametrize("operand", ["activation", "weight"])
+def test_documented_trajectory_also_with_an_idle_step(operand):
+    amax, used = [2, 8, 1, 0.5, 0.5, 0.5, 0.5], [1, 224, 56, 56, 56, 56, 448]
+    for idle_at in (None, 0, 2, 5):
+        state = DelayedScaling(KIND, history_len=4)
+        index = DelayedScaling.OPERANDS.index(operand)
+        for i, a in enumerate(amax):
+            if i == idle_at:
+                before = state.history.clone(), state.scale.clone()
+                state.advance()
+                assert torch.equal(state.history, before[0]) and torch.equal(state.scale, before[1])
+            assert step(state, operand, a) == used[i]
+        assert state.scale[index] == 896
+        others = [i for i in range(3) if i != index]
+        assert (state.scale[others] == 1).all() and not state.history[others].any()
+
+
+@pytest.mark.report("NVIDIA/TransformerEngine#814")
+def test_two_models_in_one_process_do_not_share_state():
+    histories = []
+    for _ in range(2):
+        layer = Linear(64, 64, precision="fp8_delayed", history_len=4)
+        torch.nn.init.ones_(layer.weight)
+        for amax in (2.0, 8.0, 1.0):
+            layer(tensor_of(amax).repeat(1, 4)).sum().backward()
+            advance_scaling(layer)
+        histories.append((layer.state.delayed.history.clone(), layer.state.delayed.scale.clone()))
+    assert torch.equal(histories[0][0], histories[1][0]) and torch.equal(histories[0][1], histories[1][1])
+
+
+@pytest.mark.parametrize("compute", ["max", "most_recent"])
+@pytest.mark.parametrize("window", [1, 2, 4, 16])
+def test_random_trajectories_equal_the_oracle(compute, window, rng):
+    state = DelayedScaling(KIND, history_len=window, amax_compute=compute)
+    expected = {name: oracle.DelayedScaling(fmt, window, compute) for name, fmt in
+                zip(DelayedScaling.OPERANDS, (E4M3, E4M3, E5M2), strict=True)}  # fmt: skip
+    for _ in range(40):
+        ran = [name for name in DelayedScaling.OPERANDS if rng.random() < 0.8]
+        used = {}
+        for name in ran:
+            amax = [float(np.float32(10 ** rng.uniform(-3, 3))) for _ in range(rng.integers(1, 4))]
+            if rng.random() < 0.15:
+                amax[0] = float(rng.choice([0.0, np.inf, np.nan]))
+            used[name] = expected[name].step(*amax)
+            for a in amax:
+                assert state.quantize(tensor_of(a), name).scale_inv.item() == np.float32(1) / used[name]
+        state.advance()
+        for i, name in enumerate(DelayedScaling.OPERANDS):
+            assert state.scale[i].item() == expected[name].scale, (name, compute, window)
+
+
+def test_a_nan_reaches_the_result_but_not_the_history():
+    state = DelayedScaling(KIND, history_len=4)
+    step(state, "activation", 2.0)
+    made = state.quantize(torch.full((2, 16), float("nan")), "activation")
+    assert made.dequantize().isnan().all() and made.stats[1] == 32
+    state.advance()
+    assert state.scale[0] == 224 and torch.isfinite(state.history).all()
+
+
+def test_state_is_saved_without_pickle_and_continues_where_it_was():
+    state, amax = DelayedScaling(KIND, history_len=4), [2, 8, 1, 0.5, 0.5, 0.5, 0.5]
+    for a in amax[:3]:
+        step(state, "activation", a)
+    file = io.BytesIO()
+    torch.save(state.state_dict(), file)
+    file.seek(0)
+    loaded = DelayedScaling(KIND, history_len=4)
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    for restored in (state, loaded):
+        assert [step(restored, "activation", a) for a in amax[3:]] == [56, 56, 56, 448]
+
+
+@pytest.mark.report("NVIDIA/Megatron-LM#709")
+def test_fp8_state_may_be_missing_or_of_another_length_but_no_parameter_may():
+    plain = torch.nn.Linear(16, 16)
+    layer = Linear(16, 16, precision="fp8_delayed", history_len=16)
+    layer.load_state_dict(plain.state_dict())
+    assert torch.equal(layer.weight, plain.weight)
+    with pytest.raises((KeyError, RuntimeError), match="wieght"):
+        layer.load_state_dict({"wieght": plain.weight, "bias": plain.bias})
+    long = Linear(16, 16, precision="fp8_delayed", history_len=1024)
+    for _ in range(3):
+        long(torch.full((4, 16), 2.0)).sum().backward()
+        long.state.advance()
+    layer.load_state_dict(long.state_dict())
+    assert layer.state.delayed.history.shape == (3, 16)
+    assert layer.state.delayed.scale[0] == long.state.delayed.scale[0] == 224
+
+
+def test_wrong_choices_are_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        DelayedScaling(KIND, history_len=0)
+    with pytest.raises(ValueError, match="'mean' is not one of max, most_recent"):
+        DelayedScaling(KIND, amax_compute="mean")
+    with pytest.raises(ValueError, match="needs no FP8 state|do nothing"):
+        Linear(16, 16, precision="bf16", history_len=4)

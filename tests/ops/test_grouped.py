@@ -1,0 +1,171 @@
+"""Grouped linear: every registered kernel against the loop over experts, with empty groups and poisoned surplus rows."""
+
+import numpy as np
+import pytest
+import torch
+from reference import rounded
+from runners import implementations, nan_filled_memory, numpy, parameter, to_torch
+
+from te_plugin import oracle
+from te_plugin.numerics import SCALINGS
+from te_plugin.ops.grouped_gemm.problem import GroupedGemmProblem
+from te_plugin.torch import align_groups, grouped_linear
+
+# (rows, group sizes): surplus rows lie behind the last group.
+GROUPS = [
+    (7, [3, 0, 4]),
+    (9, [0, 0, 7]),
+    (7, [7, 0, 0]),
+    (5, [0, 0, 0]),
+    (0, [0, 0]),
+    (130, [130]),
+    (200, [1, 64, 0, 63, 65, 2]),
+    (80, [5, 0, 32, 33]),
+    (192, [128, 0, 64]),
+    (300, [44, 128, 127]),
+]
+PRECISIONS = ["fp32", "bf16", *(name for name, kind in SCALINGS.items() if not kind.delayed)]
+FEATURES = {"fp8_block": (256, 128), "mxfp8": (96, 64)}
+BOUND = {"fp32": 3e-6, "bf16": 4e-3}
+
+
+def grid():
+    for rows, sizes in GROUPS:
+        for precision in PRECISIONS:
+            dtype = "bf16" if precision == "bf16" else "fp32"
+            n, k = FEATURES.get(precision, (48, 32))
+            problem = GroupedGemmProblem(rows, n, k, len(sizes), dtype, precision)
+            for i in implementations("grouped_gemm"):
+                if i.runner.name == "torch" and i.supports(problem):
+                    yield parameter(i, rows, sizes, precision, dtype, name=f"{precision}-{rows}-{sizes}".replace(" ", ""))
+
+
+def run(implementation, x, weight, sizes, dy, precision, dtype, index="int32"):
+    device = implementation.runner.device
+    tx, tw = (to_torch(t, dtype, device).requires_grad_() for t in (x, weight))
+    groups = torch.tensor(sizes, dtype=getattr(torch, index), device=device)
+    with nan_filled_memory():
+        y = grouped_linear(tx, tw, groups, precision, kernel=implementation.kernel.name, fallback="allow")
+        y.backward(to_torch(dy, dtype, device))
+    return {"y": numpy(y), "dx": numpy(tx.grad), "dw": numpy(tw.grad)}
+
+
+@pytest.mark.report("tgale96/grouped_gemm#36")
+@pytest.mark.report("NVIDIA/TransformerEngine#2966")
+@pytest.mark.report("deepseek-ai/DeepGEMM#38")
+@pytest.mark.parametrize("implementation,rows,sizes,precision,dtype", list(grid()))
+def test_grouped_linear_is_the_loop_over_experts(implementation, rows, sizes, precision, dtype, rng):
+    n, k = FEATURES.get(precision, (48, 32))
+    x, weight, dy = (rounded(rng.standard_normal(s), dtype) for s in ((rows, k), (len(sizes), n, k), (rows, n)))
+    used = sum(sizes)
+    x[used:], dy[used:] = np.nan, np.nan
+    want = {"y": oracle.grouped_linear(x, weight, sizes, precision)}
+    want["dx"], want["dw"] = oracle.grouped_linear_backward(dy, x, weight, sizes, precision)
+    got = run(implementation, x, weight, sizes, dy, precision, dtype)
+    for name in want:
+        found = oracle.compare(got[name], want[name], BOUND[dtype])
+        assert found.relative <= BOUND[dtype], f"{name}: {found}"
+    for e, size in enumerate(sizes):
+        assert size or (got["dw"][e] == 0).all(), f"dW of the empty expert {e}"
+    assert (got["y"][used:] == 0).all() and (got["dx"][used:] == 0).all()
+
+
+@pytest.mark.report("tgale96/grouped_gemm#36")
+@pytest.mark.parametrize("implementation", [i for i in implementations("grouped_gemm") if i.runner.name == "torch"], ids=str)
+def test_an_empty_expert_gives_the_same_finite_bits_ten_times(implementation, rng):
+    x, weight, dy = (rng.standard_normal(s, dtype=np.float32) for s in ((7, 32), (3, 48, 32), (7, 48)))
+    first = run(implementation, x, weight, [4, 0, 3], dy, "bf16", "fp32")
+    for _ in range(9):
+        again = run(implementation, x, weight, [4, 0, 3], dy, "bf16", "fp32", index="int64")
+        for name in first:
+            assert np.isfinite(first[name]).all() and np.array_equal(first[name], again[name])
+    assert (first["dw"][1] == 0).all()
+
+
+@pytest.mark.parametrize("implementation", [i for i in implementations("grouped_gemm") if i.runner.name == "raw"], ids=str)
+def test_exported_products_write_every_element_and_accumulate_exactly_once(implementation, rng):
+    runner = implementation.runner
+    for dtype in ("fp32", "bf16"):
+        sizes, rows, n, k = [3, 0, 64, 5], 80, 48, 33
+        x, b, dy = (rounded(rng.standard_normal(s), dtype) for s in ((rows, k), (4, n, k), (rows, n)))
+        x[72:], dy[72:] = np.nan, np.nan
+        plan = runner.plan(GroupedGemmProblem(rows, n, k, 4, dtype), implementation.kernel.name)
+        tx, tb, tdy, groups = *(runner.tensor(t, dtype) for t in (x, b, dy)), runner.tensor(np.array(sizes), "int32")
+        y, dw = runner.nan((rows, n), dtype), runner.nan((4, n, k), "fp32")
+        runner.call(plan, "forward", [tx, tb, groups, y], [])
+        runner.call(plan, "wgrad", [tdy, tx, groups, dw], [0])
+        want = oracle.grouped_gemm_wgrad(dy, x, sizes)
+        assert oracle.compare(numpy(y), oracle.grouped_gemm(x, b, sizes)).relative <= BOUND[dtype]
+        assert oracle.compare(numpy(dw), want).relative <= 1e-6
+        runner.call(plan, "wgrad", [tdy, tx, groups, dw], [1])
+        assert oracle.compare(numpy(dw), 2 * want).relative <= 1e-6
+        assert (numpy(dw)[1] == 0).all()
+
+
+@pytest.mark.report("pytorch/torchtitan#1237")
+def test_aligning_groups_then_computing_equals_the_loop(rng):
+    counts = torch.tensor([299, 254, 158, 278, 167, 343, 263, 286])
+    assert [int(align_groups(counts, m).sum()) for m in (8, 16, 32)] == [2064, 2096, 2144]
+    assert align_groups(torch.tensor([5, 0, 32, 33]), 32).tolist() == [32, 0, 32, 64]
+    assert align_groups(torch.tensor([44]), 32).tolist() == [64]
+    sizes = torch.tensor([5, 0, 32, 33])
+    x, weight = (torch.from_numpy(rng.standard_normal(s, dtype=np.float32)) for s in ((70, 32), (4, 16, 32)))
+    aligned = align_groups(sizes, 32)
+    padded = torch.full((int(aligned.sum()) + 9, 32), float("nan"))
+    rows, begin, start = [], 0, 0
+    for size, room in zip(sizes.tolist(), aligned.tolist(), strict=True):
+        padded[start : start + room] = 0
+        padded[start : start + size] = x[begin : begin + size]
+        rows += range(start, start + size)
+        begin, start = begin + size, start + room
+    for kernel in ("cpu", "composite"):
+        y = grouped_linear(padded, weight, aligned, "bf16", kernel=kernel)[rows]
+        loop = torch.cat([x[a:b] @ weight[e].T for e, (a, b) in enumerate([(0, 5), (5, 5), (5, 37), (37, 70)])])
+        torch.testing.assert_close(y, loop, rtol=1e-5, atol=1e-5)
+
+
+def test_permute_grouped_linear_unpermute_equals_the_loop_over_tokens(rng):
+    tokens, experts, top_k = 37, 4, 2
+    x = torch.from_numpy(rng.standard_normal((tokens, 32), dtype=np.float32)).requires_grad_()
+    weight = torch.from_numpy(rng.standard_normal((experts, 16, 32), dtype=np.float32)).requires_grad_()
+    chosen = torch.from_numpy(np.stack([rng.permutation(experts)[:top_k] for _ in range(tokens)]))
+    gate = torch.from_numpy(rng.random((tokens, top_k), dtype=np.float32)).requires_grad_()
+    order = torch.argsort(chosen.flatten(), stable=True)
+    sizes = torch.bincount(chosen.flatten(), minlength=experts)
+    y = grouped_linear(x[order // top_k], weight, sizes)
+    out = torch.zeros(tokens * top_k, 16).index_copy(0, order, y).view(tokens, top_k, 16)
+    out = (out * gate[..., None]).sum(1)
+    want = torch.stack([sum(gate[t, j] * (weight[chosen[t, j]] @ x[t]) for j in range(top_k)) for t in range(tokens)])
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    probe = torch.from_numpy(rng.standard_normal(want.shape, dtype=np.float32))
+    got, expected = (torch.autograd.grad((o * probe).sum(), (x, weight, gate)) for o in (out, want))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.report("deepseek-ai/DeepGEMM#38")
+@pytest.mark.parametrize("kernel", ["cpu", "composite"])
+def test_group_sizes_that_cannot_be_are_refused(kernel):
+    x, weight = torch.zeros(8, 32), torch.zeros(3, 16, 32)
+    for sizes in ([4, -1, 2], [4, 4, 4]):
+        with pytest.raises(ValueError, match="group_sizes"):
+            grouped_linear(x, weight, torch.tensor(sizes), kernel=kernel)
+    with pytest.raises(ValueError, match="3 experts"):
+        grouped_linear(x, weight, torch.tensor([4, 4]), kernel=kernel)
+    with pytest.raises(ValueError, match="int32 or int64"):
+        grouped_linear(x, weight, torch.tensor([4.0, 4.0, 0.0]), kernel=kernel)
+    with pytest.raises(ValueError, match="in_features=40 is not a multiple of 16"):
+        grouped_linear(torch.zeros(8, 40), torch.zeros(3, 16, 40), torch.tensor([4, 0, 0]), "fp8_current", kernel=kernel)
+    with pytest.raises(ValueError, match="history per tensor"):
+        grouped_linear(x, weight, torch.tensor([4, 0, 4]), "fp8_delayed", kernel=kernel)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_current"])
+def test_main_grad_of_experts_adds_each_microbatch_once(precision):
+    weight = torch.zeros(3, 16, 32, requires_grad=True)
+    weight.main_grad = torch.zeros(3, 16, 32)
+    for _ in range(4):
+        y = grouped_linear(torch.ones(7, 32), weight, torch.tensor([4, 0, 3]), precision, accumulate_main_grad=True)
+        y.sum().backward()
+    assert [float(weight.main_grad[e].unique()) for e in range(3)] == [16, 0, 12]
+    assert weight.grad is None
