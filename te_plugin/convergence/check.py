@@ -2,7 +2,7 @@
 
 Gates, each with its numbers in verdict.json:
   health    every loss and gradient norm is finite
-  learned   a finished run on real text ends well below the entropy of its token frequencies (what a model without context reaches)
+  learned   a finished run on real text ends below the entropy of its token frequencies (the loss without context)
   contract  recipe hash, data order and initial weights are those of the golden curve
   curve     the smoothed paired loss gap stays inside the band at every step, above and below: a leak across documents lowers
             the loss, so a curve that is too good is as wrong as one that is too bad
@@ -64,7 +64,9 @@ def health_gate(rows: Sequence[Mapping[str, Any]]) -> Gate:
     bad = [r["step"] for r in rows if not (math.isfinite(r["train/loss"]) and math.isfinite(r["train/grad_norm"]))]
     if not rows:
         return Gate("health", False, "the run has no rows", {})
-    message = f"loss or gradient norm is not finite at step {bad[0]}" if bad else "every loss and gradient norm is finite"
+    message = (
+        f"loss or gradient norm is not finite at step {bad[0]}" if bad else "every loss and gradient norm is finite"
+    )
     return Gate("health", not bad, message, {"steps": len(rows), "non_finite_steps": len(bad)})
 
 
@@ -75,56 +77,118 @@ def learned_gate(rows: Sequence[Mapping[str, Any]], facts: RunFacts) -> Gate:
     final = _final_loss(rows)
     numbers = {"final_loss": final, "context_free_entropy": entropy}
     if final < entropy:
-        return Gate("learned", True, f"final loss {final:.4f} is below the token-frequency entropy {entropy:.4f}", numbers)
+        return Gate(
+            "learned", True, f"final loss {final:.4f} is below the token-frequency entropy {entropy:.4f}", numbers
+        )
     if len(rows) < MIN_STEPS:
         return Gate("learned", None, f"not asked: {len(rows)} steps are too few", numbers)
-    return Gate("learned", False, f"final loss {final:.4f} is not below {entropy:.4f}, the entropy of the token frequencies: "
-                                  f"the model learned nothing from context", numbers)
+    return Gate(
+        "learned",
+        False,
+        f"final loss {final:.4f} is not below {entropy:.4f}, the entropy of the token frequencies: "
+        f"the model learned nothing from context",
+        numbers,
+    )
 
 
 def curve_gates(rows: Sequence[Mapping[str, Any]], facts: RunFacts, golden: Golden | None, recipe: str) -> list[Gate]:
     if golden is None:
-        return [Gate("contract", None, f"recipe {recipe} has no golden curve at {golden_path(recipe)}; record one with check.mode=record, "
-                                       f"or set check.mode=off", {})]
-    for what, mine, theirs in (("recipe hash", facts.recipe_hash, golden.recipe_hash),
-                               ("data order", facts.order_hash, golden.header.get("order_hash")),
-                               ("initial weights", facts.init_hash, golden.header.get("init_hash"))):
+        return [
+            Gate(
+                "contract",
+                None,
+                f"recipe {recipe} has no golden curve at {golden_path(recipe)}; record one with check.mode=record, "
+                f"or set check.mode=off",
+                {},
+            )
+        ]
+    for what, mine, theirs in (
+        ("recipe hash", facts.recipe_hash, golden.recipe_hash),
+        ("data order", facts.order_hash, golden.header.get("order_hash")),
+        ("initial weights", facts.init_hash, golden.header.get("init_hash")),
+    ):
         if theirs is not None and mine != theirs:
-            return [Gate("contract", None, f"the golden curve is for another {what} ({theirs}, this run has {mine}): the recipe changed, or "
-                                           f"its settings were overridden; set check.mode=off, or record a new curve with a reason",
-                         {"run": mine, "golden": theirs})]
-    contract = Gate("contract", True, "recipe, data order and initial weights are the golden curve's", {"recipe_hash": facts.recipe_hash})
+            return [
+                Gate(
+                    "contract",
+                    None,
+                    f"the golden curve is for another {what} ({theirs}, this run has {mine}): the recipe changed, or "
+                    f"its settings were overridden; set check.mode=off, or record a new curve with a reason",
+                    {"run": mine, "golden": theirs},
+                )
+            ]
+    contract = Gate(
+        "contract",
+        True,
+        "recipe, data order and initial weights are the golden curve's",
+        {"recipe_hash": facts.recipe_hash},
+    )
     steps, loss, norm = gaps(rows, golden.rows)
     if len(steps) < MIN_STEPS:
-        return [contract, Gate("curve", None, f"{len(steps)} steps are too few to judge a curve; it takes {MIN_STEPS}", {"steps": len(steps)})]
-    return [contract, _band_gate("curve", "loss", steps, loss, golden, "band"),
-            _band_gate("gradient", "log gradient norm", steps, norm, golden, "norm_band")]
+        return [
+            contract,
+            Gate(
+                "curve",
+                None,
+                f"{len(steps)} steps are too few to judge a curve; it takes {MIN_STEPS}",
+                {"steps": len(steps)},
+            ),
+        ]
+    return [
+        contract,
+        _band_gate("curve", "loss", steps, loss, golden, "band"),
+        _band_gate("gradient", "log gradient norm", steps, norm, golden, "norm_band"),
+    ]
 
 
-def _band_gate(name: str, what: str, steps: Sequence[int], values: Sequence[float], golden: Golden, band_key: str) -> Gate:
+def _band_gate(
+    name: str, what: str, steps: Sequence[int], values: Sequence[float], golden: Golden, band_key: str
+) -> Gate:
     gap = smoothed(values)
     bands = [golden.row_at(step)[band_key] for step in steps]
-    outside = [i for i, (g, b) in enumerate(zip(gap, bands)) if not abs(g) <= b]
+    outside = [i for i, (g, b) in enumerate(zip(gap, bands, strict=True)) if not abs(g) <= b]
     worst = max(range(len(steps)), key=lambda i: abs(gap[i]) / bands[i] if math.isfinite(gap[i]) else math.inf)
     numbers = {
-        "steps": len(steps), "steps_outside": len(outside), "worst_step": steps[worst], "worst_gap": gap[worst], "band_there": bands[worst],
-        "last_gap": gap[-1], "last_band": bands[-1], "largest_fraction_of_band": abs(gap[worst]) / bands[worst],
+        "steps": len(steps),
+        "steps_outside": len(outside),
+        "worst_step": steps[worst],
+        "worst_gap": gap[worst],
+        "band_there": bands[worst],
+        "last_gap": gap[-1],
+        "last_band": bands[-1],
+        "largest_fraction_of_band": abs(gap[worst]) / bands[worst],
     }
     if not outside:
-        return Gate(name, True, f"{what} stays within the band; largest gap {gap[worst]:+.4f} of {bands[worst]:.4f} at step "
-                                f"{steps[worst]}", numbers)
+        return Gate(
+            name,
+            True,
+            f"{what} stays within the band; largest gap {gap[worst]:+.4f} of {bands[worst]:.4f} at step {steps[worst]}",
+            numbers,
+        )
     first = outside[0]
     side = "above" if gap[first] > 0 else "below"
     hint = "" if gap[worst] > 0 or name != "curve" else " (too low: look for tokens that see other documents)"
-    return Gate(name, False, f"{what} leaves the golden band at step {steps[first]}: {WINDOW}-step mean gap {gap[first]:+.4f} is {side} the "
-                             f"band of {bands[first]:.4f}; worst {gap[worst]:+.4f} of {bands[worst]:.4f} at step {steps[worst]}{hint}", numbers)
+    return Gate(
+        name,
+        False,
+        f"{what} leaves the golden band at step {steps[first]}: {WINDOW}-step mean gap {gap[first]:+.4f} is {side} the "
+        f"band of {bands[first]:.4f}; worst {gap[worst]:+.4f} of {bands[worst]:.4f} at step {steps[worst]}{hint}",
+        numbers,
+    )
 
 
-def _combine(gates: Sequence[Gate], rows: Sequence[Mapping[str, Any]], facts: RunFacts, golden: Golden | None, note: str) -> Verdict:
+def _combine(
+    gates: Sequence[Gate], rows: Sequence[Mapping[str, Any]], facts: RunFacts, golden: Golden | None, note: str
+) -> Verdict:
     details = {
-        "gates": [asdict(g) for g in gates], "final_loss": _final_loss(rows) if rows else None, "facts": asdict(facts),
-        "val_loss": next((r["val/loss"] for r in reversed(rows) if "val/loss" in r), None), "note": note,
-        "golden": None if golden is None else {k: golden.header.get(k) for k in ("recipe", "recipe_hash", "created", "reason", "band")},
+        "gates": [asdict(g) for g in gates],
+        "final_loss": _final_loss(rows) if rows else None,
+        "facts": asdict(facts),
+        "val_loss": next((r["val/loss"] for r in reversed(rows) if "val/loss" in r), None),
+        "note": note,
+        "golden": None
+        if golden is None
+        else {k: golden.header.get(k) for k in ("recipe", "recipe_hash", "created", "reason", "band")},
     }
     failed = [g for g in gates if g.passed is False]
     if failed:

@@ -1,4 +1,4 @@
-"""compare_runs(a, b, out): two run directories side by side: what was configured differently, and how far their curves are apart."""
+"""compare_runs(a, b, out): what two runs had configured differently, and how far their curves are apart."""
 
 from __future__ import annotations
 
@@ -25,9 +25,13 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "config": {key: list(pair) for key, pair in self.config.items()}, "comparable": self.comparable, "notes": self.notes,
-            "steps": len(self.steps), "last_smoothed_gap": self.smoothed[-1],
-            "largest_smoothed_gap": max(self.smoothed, key=abs), "largest_step_gap": max(self.gap, key=abs),
+            "config": {key: list(pair) for key, pair in self.config.items()},
+            "comparable": self.comparable,
+            "notes": self.notes,
+            "steps": len(self.steps),
+            "last_smoothed_gap": self.smoothed[-1],
+            "largest_smoothed_gap": max(self.smoothed, key=abs),
+            "largest_step_gap": max(self.gap, key=abs),
             "identical": all(g == 0 for g in self.gap),
         }
 
@@ -35,8 +39,13 @@ class Comparison:
         """What `te-plugin compare` prints."""
         found = [f"  {key}: {a} -> {b}" for key, (a, b) in self.config.items()] or ["  nothing"]
         summary = self.to_json()
-        gap = "every step is bit-equal" if summary["identical"] else (
-            f"last {self.smoothed[-1]:+.5f}, largest {summary['largest_smoothed_gap']:+.5f} nats ({WINDOW}-step means)")
+        gap = (
+            "every step is bit-equal"
+            if summary["identical"]
+            else (
+                f"last {self.smoothed[-1]:+.5f}, largest {summary['largest_smoothed_gap']:+.5f} nats ({WINDOW}-step means)"
+            )
+        )
         return ["configured differently:", *found, f"loss gap over {len(self.steps)} common steps: {gap}", *self.notes]
 
 
@@ -63,7 +72,8 @@ def compare_runs(a: Path | str, b: Path | str, out: Path | str | None = None) ->
         raise ValueError(f"{a} or {b} has a loss that is not finite: nothing to compare")
     environments = [_environment(folder) for folder in (a, b)]
     notes = [
-        f"{what} differs: the curves are not paired" for key, what in (("order_hash", "data order"), ("init_hash", "initial weights"))
+        f"{what} differs: the curves are not paired"
+        for key, what in (("order_hash", "data order"), ("init_hash", "initial weights"))
         if environments[0].get(key) != environments[1].get(key)
     ]
     config = differences(load(a / "config.resolved.yaml"), load(b / "config.resolved.yaml"))

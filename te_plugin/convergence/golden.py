@@ -95,7 +95,9 @@ def smoothed(values: Sequence[float], window: int = WINDOW) -> list[float]:
     return found
 
 
-def gaps(rows: Sequence[Mapping[str, Any]], golden: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float], list[float]]:
+def gaps(
+    rows: Sequence[Mapping[str, Any]], golden: Sequence[Mapping[str, Any]]
+) -> tuple[list[int], list[float], list[float]]:
     """(steps, loss gaps, log ratios of gradient norms) of a run's metric rows against golden rows, at common steps."""
     by_step = {row["step"]: row for row in golden}
     common = [(row, by_step[row["step"]]) for row in rows if row["step"] in by_step]
@@ -105,13 +107,20 @@ def gaps(rows: Sequence[Mapping[str, Any]], golden: Sequence[Mapping[str, Any]])
     return steps, loss, norm
 
 
-def build(header: Mapping[str, Any], run: Sequence[Mapping[str, Any]], twins: Mapping[str, Sequence[Mapping[str, Any]]]) -> Golden:
+def build(
+    header: Mapping[str, Any], run: Sequence[Mapping[str, Any]], twins: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> Golden:
     """A golden curve from a run's metric rows and those of its twins (name -> rows). GoldenError when a twin does not fit."""
     if not twins:
         raise GoldenError("a noise band is measured, not guessed: give at least one twin run")
     rows = [
-        {"step": r["step"], "tokens": r["train/tokens"], "loss": r["train/loss"], "grad_norm": r["train/grad_norm"],
-         **({"val_loss": r["val/loss"]} if "val/loss" in r else {})}
+        {
+            "step": r["step"],
+            "tokens": r["train/tokens"],
+            "loss": r["train/loss"],
+            "grad_norm": r["train/grad_norm"],
+            **({"val_loss": r["val/loss"]} if "val/loss" in r else {}),
+        }
         for r in run
     ]
     bands = {"loss": [0.0] * len(rows), "norm": [0.0] * len(rows)}
@@ -119,23 +128,30 @@ def build(header: Mapping[str, Any], run: Sequence[Mapping[str, Any]], twins: Ma
     for name, twin in twins.items():
         steps, loss, norm = gaps(twin, rows)
         if len(steps) != len(rows):
-            raise GoldenError(f"twin {name} has {len(steps)} of the {len(rows)} steps; it must be a whole run of the same schedule")
+            raise GoldenError(
+                f"twin {name} has {len(steps)} of the {len(rows)} steps; it must be a whole run of the same schedule"
+            )
         for kind, values in (("loss", smoothed(loss)), ("norm", smoothed(norm))):
             if not all(math.isfinite(v) for v in values):
                 raise GoldenError(f"twin {name} has a non-finite {kind}")
-            bands[kind] = [max(a, abs(b)) for a, b in zip(bands[kind], values)]
-        measured[name] = {"largest_smoothed_gap": max(map(abs, smoothed(loss))), "largest_step_gap": max(map(abs, loss)),
-                          "largest_smoothed_norm_gap": max(map(abs, smoothed(norm)))}
+            bands[kind] = [max(a, abs(b)) for a, b in zip(bands[kind], values, strict=True)]
+        measured[name] = {
+            "largest_smoothed_gap": max(map(abs, smoothed(loss))),
+            "largest_step_gap": max(map(abs, loss)),
+            "largest_smoothed_norm_gap": max(map(abs, smoothed(norm))),
+        }
     for kind, key, floor in (("loss", "band", LOSS_FLOOR), ("norm", "norm_band", NORM_FLOOR)):
         highest = 0.0
         for index, row in enumerate(rows):
-            highest = max(highest, *bands[kind][index:index + WINDOW])
+            highest = max(highest, *bands[kind][index : index + WINDOW])
             row[key] = round(SAFETY * highest + floor, 6)
     how = (
         f"{SAFETY:g} x the largest {WINDOW}-step mean gap that any twin had shown by that step (and {WINDOW} steps on), "
         f"plus {LOSS_FLOOR} nats ({NORM_FLOOR} for the log of the gradient norm)"
     )
-    return Golden({"golden": 1, **header, "band": {"how": how, "window": WINDOW, "safety": SAFETY, "twins": measured}}, rows)
+    return Golden(
+        {"golden": 1, **header, "band": {"how": how, "window": WINDOW, "safety": SAFETY, "twins": measured}}, rows
+    )
 
 
 def _log_ratio(a: float, b: float) -> float:

@@ -16,8 +16,15 @@ def draw_run(rows: Sequence[Mapping[str, Any]], path: Path | str, title: str, go
     figure, top, bottom = _figure(golden is not None)
     _losses(top, rows, "this run", _RUN)
     if golden is not None:
-        top.plot([r["step"] for r in golden.rows], [r["loss"] for r in golden.rows], color=_REFERENCE, lw=2.5, alpha=0.7,
-                 label="golden", zorder=0)
+        top.plot(
+            [r["step"] for r in golden.rows],
+            [r["loss"] for r in golden.rows],
+            color=_REFERENCE,
+            lw=2.5,
+            alpha=0.7,
+            label="golden",
+            zorder=0,
+        )
         steps, loss, _ = gaps(rows, golden.rows)
         band = [golden.row_at(s)["band"] for s in steps]
         bottom.fill_between(steps, [-b for b in band], band, color=_BAND, label="band")
@@ -27,7 +34,9 @@ def draw_run(rows: Sequence[Mapping[str, Any]], path: Path | str, title: str, go
     _finish(figure, top, path, title)
 
 
-def draw_pair(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], names: tuple[str, str], path: Path | str) -> None:
+def draw_pair(
+    a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], names: tuple[str, str], path: Path | str
+) -> None:
     """Two runs: losses above, the gap b - a below (each step, and its mean over WINDOW steps)."""
     figure, top, bottom = _figure(True)
     _losses(top, a, names[0], _REFERENCE)
@@ -57,7 +66,7 @@ def _losses(axes, rows: Sequence[Mapping[str, Any]], name: str, color: str) -> N
     axes.plot([r["step"] for r in rows], [r["train/loss"] for r in rows], color=color, lw=1.2, label=name)
     held_out = [(r["step"], r["val/loss"]) for r in rows if "val/loss" in r]
     if held_out:
-        axes.plot(*zip(*held_out), "o", color=color, ms=4, label=f"{name}, held out")
+        axes.plot(*zip(*held_out, strict=True), "o", color=color, ms=4, label=f"{name}, held out")
 
 
 def _zoom(axes, band: Sequence[float], gap: Sequence[float]) -> None:

@@ -39,7 +39,7 @@ class Adapter:
     begin_step(model): the weights are new and a first microbatch follows. end_step(model, world): FP8 scaling moves on
         (layers that did not run since the last call keep their state).
     nonfinite(model) -> tensor or None: non-finite values seen by FP8 quantisation in the last microbatch.
-    launches() -> rows for kernels.json.
+    launches() -> rows for kernels.json, counted since the last reset_launches().
     """
 
     name: str
@@ -55,6 +55,7 @@ class Adapter:
     end_step: Callable[[nn.Module, World], None] = _nothing
     nonfinite: Callable[[nn.Module], torch.Tensor | None] = _nothing
     launches: Callable[[], list[dict[str, Any]]] = list
+    reset_launches: Callable[[], None] = _nothing
 
 
 def compute_dtype(cfg: Config) -> torch.dtype | None:

@@ -54,7 +54,9 @@ def list_checkpoints(folder: Path | str) -> list[Checkpoint]:
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _NAME.fullmatch(path.name)
         if match and (path / STATE_FILE).is_file() and (path / ".metadata").is_file():
-            found.append(Checkpoint(path, int(match.group(1)), json.loads((path / STATE_FILE).read_text(encoding="utf-8"))))
+            found.append(
+                Checkpoint(path, int(match.group(1)), json.loads((path / STATE_FILE).read_text(encoding="utf-8")))
+            )
     return sorted(found, key=lambda c: c.step)
 
 
@@ -71,13 +73,21 @@ def find(path: Path | str) -> Checkpoint:
         return Checkpoint(path, int(info["step"]), info)
     found = list_checkpoints(path) or list_checkpoints(path / CHECKPOINT_DIR)
     if not found:
-        raise CheckpointError(f"no complete checkpoint at {path}: expected a folder with {STATE_FILE}, or a run directory")
+        raise CheckpointError(
+            f"no complete checkpoint at {path}: expected a folder with {STATE_FILE}, or a run directory"
+        )
     return found[-1]
 
 
-def save(run_dir: Path | str, step: int, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any], world: World,
-         keep: int = 2) -> Path:
-    """Write checkpoint `step`, then remove all but the newest `keep`. Every rank calls it. CheckpointError on all ranks if any fails."""
+def save(
+    run_dir: Path | str,
+    step: int,
+    tensors: Mapping[str, torch.Tensor],
+    info: Mapping[str, Any],
+    world: World,
+    keep: int = 2,
+) -> Path:
+    """Write checkpoint `step`, then remove all but the newest `keep`. Every rank calls it and gets the CheckpointError of any."""
     folder = Path(run_dir) / CHECKPOINT_DIR
     final, temporary = folder / f"step_{step:08d}", folder / f".step_{step:08d}.tmp"
     if world.broadcast_object((final / STATE_FILE).is_file() if world.is_main else None):
@@ -128,7 +138,7 @@ def _run_stage(stage, world: World) -> str | None:
 
 
 def load(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], world: World) -> None:
-    """Fill `tensors` in place. Every name must be there and nothing under model/ may be left over (CheckpointError lists both)."""
+    """Fill `tensors` in place. CheckpointError lists every name that is missing or left over."""
     reader = dcp.FileSystemReader(checkpoint.path)
     wanted = _under_tp(tensors, world)
     stored = reader.read_metadata().state_dict_metadata
@@ -149,7 +159,9 @@ def load(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], world: Wor
         )
     for name, tensor in wanted.items():
         if tuple(stored[name].size) != tuple(tensor.shape):
-            raise CheckpointError(f"{checkpoint.path}: {name} has shape {tuple(stored[name].size)}, the model's is {tuple(tensor.shape)}")
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} has shape {tuple(stored[name].size)}, the model's is {tuple(tensor.shape)}"
+            )
     try:
         with _quiet():
             dcp.load(wanted, storage_reader=reader, no_dist=world.size == 1)
@@ -162,7 +174,9 @@ def stored_shapes(checkpoint: Checkpoint, section: str, world: World) -> dict[st
     prefix = next(iter(_under_tp({f"{section}/": None}, world)))
     stored = dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
     return {
-        name[len(prefix):]: (tuple(meta.size), meta.properties.dtype) for name, meta in stored.items() if name.startswith(prefix)
+        name[len(prefix) :]: (tuple(meta.size), meta.properties.dtype)
+        for name, meta in stored.items()
+        if name.startswith(prefix)
     }
 
 
@@ -174,7 +188,9 @@ def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
         if name in parameters or value is None:
             continue
         if not isinstance(value, torch.Tensor):
-            raise CheckpointError(f"{name} is {type(value).__name__}: only tensors are stored, FP8 state must be tensors")
+            raise CheckpointError(
+                f"{name} is {type(value).__name__}: only tensors are stored, FP8 state must be tensors"
+            )
         if value.numel():
             found[f"state/{name}"] = value
     return found
@@ -189,7 +205,9 @@ def load_model_state(model: nn.Module, checkpoint: Checkpoint, world: World) -> 
     own = {name.split("/", 1)[1] for name in model_state(model)}
     common = sorted(own & set(stored))
     if common:
-        values = {f"state/{name}": torch.empty(stored[name][0], dtype=stored[name][1], device=world.device) for name in common}
+        values = {
+            f"state/{name}": torch.empty(stored[name][0], dtype=stored[name][1], device=world.device) for name in common
+        }
         read_tensors(checkpoint, values, world)
         result = model.load_state_dict({name: values[f"state/{name}"] for name in common}, strict=False)
         if result.unexpected_keys:
@@ -276,4 +294,6 @@ def _sync_dir(path: Path) -> None:
 def read_tensors(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], world: World) -> None:
     """Fill tensors by name, with no claim about what else the checkpoint holds. Every rank calls it, with its own names."""
     with _quiet():
-        dcp.load(_under_tp(tensors, world), storage_reader=dcp.FileSystemReader(checkpoint.path), no_dist=world.size == 1)
+        dcp.load(
+            _under_tp(tensors, world), storage_reader=dcp.FileSystemReader(checkpoint.path), no_dist=world.size == 1
+        )

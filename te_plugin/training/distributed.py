@@ -71,7 +71,9 @@ def pick_device(name: str, local_rank: int) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("run.device=cuda: torch sees no GPU on this machine; set run.device=cpu, or run where the GPU is")
+        raise ConfigError(
+            "run.device=cuda: torch sees no GPU on this machine; set run.device=cpu, or run where the GPU is"
+        )
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}; start fewer processes a node"
@@ -101,8 +103,13 @@ def start(device: str) -> World:
 def with_tensor_parallel(world: World, tp_group: dist.ProcessGroup, dp_group: dist.ProcessGroup) -> World:
     """The world once the adapter has split it into tensor- and data-parallel groups."""
     return replace(
-        world, tp_group=tp_group, tp_rank=dist.get_rank(tp_group), tp_size=dist.get_world_size(tp_group),
-        dp_group=dp_group, dp_rank=dist.get_rank(dp_group), dp_size=dist.get_world_size(dp_group),
+        world,
+        tp_group=tp_group,
+        tp_rank=dist.get_rank(tp_group),
+        tp_size=dist.get_world_size(tp_group),
+        dp_group=dp_group,
+        dp_rank=dist.get_rank(dp_group),
+        dp_size=dist.get_world_size(dp_group),
     )
 
 

@@ -13,8 +13,18 @@ from typing import Any
 import torch
 
 PACKAGES = (
-    "te_plugin", "torch", "triton", "megatron-core", "maxtext", "jax", "numpy", "apache-tvm-ffi", "jax-tvm-ffi", "hydra-core",
-    "wandb", "datasets",
+    "te_plugin",
+    "torch",
+    "triton",
+    "megatron-core",
+    "maxtext",
+    "jax",
+    "numpy",
+    "apache-tvm-ffi",
+    "jax-tvm-ffi",
+    "hydra-core",
+    "wandb",
+    "datasets",
 )
 
 
@@ -35,8 +45,11 @@ def git_commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
+
         def run(*words: str) -> str:
-            return subprocess.run(("git", "-C", str(root), *words), capture_output=True, text=True, check=True).stdout.strip()
+            return subprocess.run(
+                ("git", "-C", str(root), *words), capture_output=True, text=True, check=True
+            ).stdout.strip()
 
         return run("rev-parse", "HEAD") + ("-dirty" if run("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
@@ -47,9 +60,16 @@ def describe(device: torch.device, world_size: int) -> dict[str, Any]:
     """Hardware, software and process layout of this run."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else []
     return {
-        "device": device.type, "gpus": gpus, "cpu": _cpu_name(), "cpu_count": os.cpu_count(), "torch_threads": torch.get_num_threads(),
-        "platform": platform.platform(), "world_size": world_size, "versions": versions(),
-        "cuda": torch.version.cuda if device.type == "cuda" else None, "git": git_commit(),
+        "device": device.type,
+        "gpus": gpus,
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "world_size": world_size,
+        "versions": versions(),
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "git": git_commit(),
     }
 
 

@@ -69,8 +69,18 @@ class StopSignal:
 class Loop:
     """Everything one run needs, from the first step to the last checkpoint."""
 
-    def __init__(self, cfg: Config, run_dir: Path, adapter: Adapter, world: World, model: torch.nn.Module,
-                 optimizer: MasterAdamW, data, tracker: Tracker, golden_loss: Callable[[int], float | None]):
+    def __init__(
+        self,
+        cfg: Config,
+        run_dir: Path,
+        adapter: Adapter,
+        world: World,
+        model: torch.nn.Module,
+        optimizer: MasterAdamW,
+        data,
+        tracker: Tracker,
+        golden_loss: Callable[[int], float | None],
+    ):
         self.cfg, self.run_dir, self.adapter, self.world = cfg, run_dir, adapter, world
         self.model, self.optimizer, self.tracker, self.golden_loss = model, optimizer, tracker, golden_loss
         self.schedule = Schedule.of(cfg)
@@ -110,9 +120,15 @@ class Loop:
         self.tracker.sync_to_disk()
         tensors = {**self.optimizer.tensors(), **ckpt.model_state(self.model), **self._rng()}
         info = {
-            "tokens": step * self.schedule.step_tokens, "loss": self._last_loss, "run_id": self.world.broadcast_object(self.tracker.run_id),
-            "recipe": self.cfg.recipe, "precision": self.cfg.precision.name, "parallel": self.cfg.parallel.name,
-            "next_row": step * self.cfg.schedule.global_rows, "data_seed": self.cfg.data.seed, "kind": "training",
+            "tokens": step * self.schedule.step_tokens,
+            "loss": self._last_loss,
+            "run_id": self.world.broadcast_object(self.tracker.run_id),
+            "recipe": self.cfg.recipe,
+            "precision": self.cfg.precision.name,
+            "parallel": self.cfg.parallel.name,
+            "next_row": step * self.cfg.schedule.global_rows,
+            "data_seed": self.cfg.data.seed,
+            "kind": "training",
         }
         ckpt.save(self.run_dir, step, tensors, info, self.world, self.cfg.schedule.keep_checkpoints)
 
@@ -152,9 +168,15 @@ class Loop:
     def _record(self, step: int, result: StepResult, val_loss: float | None) -> None:
         self._last_loss = result.loss
         row: dict[str, Any] = {
-            "step": step, "train/tokens": step * self.schedule.step_tokens, "train/loss": result.loss,
-            "train/grad_norm": result.grad_norm, "train/lr": result.lr, "train/label_tokens": result.label_tokens,
-            "pack/fill_frac": result.fill, "pack/docs_per_row": result.documents_per_row, "fp8/nonfinite": result.nonfinite,
+            "step": step,
+            "train/tokens": step * self.schedule.step_tokens,
+            "train/loss": result.loss,
+            "train/grad_norm": result.grad_norm,
+            "train/lr": result.lr,
+            "train/label_tokens": result.label_tokens,
+            "pack/fill_frac": result.fill,
+            "pack/docs_per_row": result.documents_per_row,
+            "fp8/nonfinite": result.nonfinite,
         }
         if val_loss is not None:
             row["val/loss"] = val_loss
@@ -167,7 +189,9 @@ class Loop:
     def _performance(self, result: StepResult) -> dict[str, float]:
         rate = self.schedule.step_tokens / result.seconds / self.world.size
         row = {
-            "perf/step_s": result.seconds, "perf/tokens_per_s_per_gpu": rate, "perf/tflops_per_gpu": rate * self._flops_per_token / 1e12,
+            "perf/step_s": result.seconds,
+            "perf/tokens_per_s_per_gpu": rate,
+            "perf/tflops_per_gpu": rate * self._flops_per_token / 1e12,
             "perf/data_wait_frac": result.data_seconds / result.seconds,
         }
         if self.world.device.type == "cuda":
@@ -182,7 +206,7 @@ class Loop:
             if not math.isfinite(value):
                 raise TrainingError(
                     f"the {name} of step {step} is {value}; no weight was changed by it. FP8 quantisation saw {result.nonfinite} "
-                    f"non-finite values in this step. Look at train/grad_norm before step {step}, try precision=bf16, or a lower optim.lr"
+                    f"non-finite values in this step. Look at train/grad_norm before step {step}, try precision=bf16 or a lower lr"
                 )
 
     def _rng(self) -> dict[str, torch.Tensor]:
@@ -194,7 +218,11 @@ class Loop:
     def _restore_rng(self, checkpoint: ckpt.Checkpoint) -> None:
         """Each rank's generator, when the run has the ranks that wrote them. (No op of the loop draws random numbers today.)"""
         stored = ckpt.stored_shapes(checkpoint, "rng", self.world)
-        mine = {name: torch.empty(stored[name.split("/")[1]][0], dtype=torch.uint8) for name in self._rng() if name.split("/")[1] in stored}
+        mine = {
+            name: torch.empty(stored[name.split("/")[1]][0], dtype=torch.uint8)
+            for name in self._rng()
+            if name.split("/")[1] in stored
+        }
         ckpt.read_tensors(checkpoint, mine, self.world)
         for name, state in mine.items():
             if name.startswith("rng/cpu"):

@@ -21,9 +21,20 @@ def megatron_adapter() -> Adapter:
     from te_plugin.torch.batch import to_device
 
     return Adapter(
-        name="megatron", build_model=build_gpt, token_losses=gpt_token_losses, to_device=to_device, build_data=build_data,
-        initialize=_initialize, finalize=_finalize, shard_units=_shard_units, evaluation=bf16_evaluation, begin_step=_begin_step, end_step=_end_step,
-        nonfinite=_nonfinite, launches=launches.snapshot,
+        name="megatron",
+        build_model=build_gpt,
+        token_losses=gpt_token_losses,
+        to_device=to_device,
+        build_data=build_data,
+        initialize=_initialize,
+        finalize=_finalize,
+        shard_units=_shard_units,
+        evaluation=bf16_evaluation,
+        begin_step=_begin_step,
+        end_step=_end_step,
+        nonfinite=_nonfinite,
+        launches=launches.snapshot,
+        reset_launches=launches.reset,
     )
 
 

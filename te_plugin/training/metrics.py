@@ -58,7 +58,9 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             if number == len(lines):  # no newline after it: the write never finished
                 break
-            raise MetricsError(f"{path}:{number}: not a JSON row ({error.msg}); the file was edited or damaged") from error
+            raise MetricsError(
+                f"{path}:{number}: not a JSON row ({error.msg}); the file was edited or damaged"
+            ) from error
     return rows
 
 
@@ -87,7 +89,9 @@ class MetricsFile:
         encoded = {key: encode(value) for key, value in row.items()}
         for key, value in encoded.items():
             if not isinstance(value, (int, float, str)):
-                raise MetricsError(f"row {step}: {key!r} is {type(value).__name__}; a row holds numbers and strings only")
+                raise MetricsError(
+                    f"row {step}: {key!r} is {type(value).__name__}; a row holds numbers and strings only"
+                )
         line = json.dumps(encoded, allow_nan=False) + "\n"
         if self._file is None:
             self._drop_partial_line()

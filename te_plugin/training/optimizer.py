@@ -37,15 +37,26 @@ class _Weight:
 class MasterAdamW:
     """Decay applies to matrices only (norm weights and biases have none). Learning rate is given at each step."""
 
-    def __init__(self, model: nn.Module, world: World, *, beta1: float, beta2: float, eps: float, weight_decay: float,
-                 clip_grad: float):
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        *,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        clip_grad: float,
+    ):
         self.world, self.clip_grad = world, clip_grad
         self.weights: list[_Weight] = []
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
             if isinstance(parameter, DTensor) and parameter.dtype != torch.float32:
-                raise TypeError(f"sharded parameter {name} is {parameter.dtype}: master weights are FP32, shard the FP32 model")
+                raise TypeError(
+                    f"sharded parameter {name} is {parameter.dtype}: master weights are FP32, shard the FP32 model"
+                )
             master = parameter.detach() if parameter.dtype == torch.float32 else parameter.detach().float()
             self.weights.append(_Weight(name, parameter, master))
         if not self.weights:
@@ -56,11 +67,14 @@ class MasterAdamW:
         matrices = [w.master for w in self.weights if w.master.ndim >= 2]
         vectors = [w.master for w in self.weights if w.master.ndim < 2]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=(beta1, beta2), eps=eps, fused=True)
+        self.adam = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=0.0, betas=(beta1, beta2), eps=eps, fused=True
+        )
         for weight in self.weights:  # made now, so that a checkpoint can be loaded before the first step
             self.adam.state[weight.master] = {
                 "step": torch.zeros((), dtype=torch.float32, device=world.device),
-                "exp_avg": torch.zeros_like(weight.master), "exp_avg_sq": torch.zeros_like(weight.master),
+                "exp_avg": torch.zeros_like(weight.master),
+                "exp_avg_sq": torch.zeros_like(weight.master),
             }
 
     def _make_main_grads(self) -> None:
@@ -69,7 +83,7 @@ class MasterAdamW:
         start = 0
         for weight in self.weights:
             parameter, count = weight.parameter, weight.parameter.numel()
-            parameter.main_grad = self._flat_grad[start:start + count].view(parameter.shape)
+            parameter.main_grad = self._flat_grad[start : start + count].view(parameter.shape)
             parameter.grad_added_to_main_grad = False
             parameter.register_post_accumulate_grad_hook(_accumulate)
             start += count
@@ -94,7 +108,7 @@ class MasterAdamW:
     def gradient_norm(self) -> float:
         """L2 norm of the whole model's gradient; every weight counts once, however it is split."""
         split, whole = [], []
-        for weight, gradient in zip(self.weights, self._local_gradients()):
+        for weight, gradient in zip(self.weights, self._local_gradients(), strict=True):
             (split if weight.split_over_tp else whole).append(gradient)
         squares = torch.stack([_sum_of_squares(split, self.world.device), _sum_of_squares(whole, self.world.device)])
         if self._sharded:
@@ -196,5 +210,5 @@ def fingerprint(optimizer: MasterAdamW, world: World) -> str:
     if world.tp_size > 1:
         split = torch.tensor([w.split_over_tp for w in optimizer.weights], device=total.device)
         total = torch.where(split[:, None], world.sum_tp(total.clone()), total)
-    text = ";".join(f"{w.name}:{a}:{b}" for w, (a, b) in zip(optimizer.weights, total.tolist()))
+    text = ";".join(f"{w.name}:{a}:{b}" for w, (a, b) in zip(optimizer.weights, total.tolist(), strict=True))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -35,7 +35,10 @@ class Progress:
         from rich.progress import Progress as RichProgress
 
         bar = RichProgress(
-            TextColumn("train"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"),
+            TextColumn("train"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
             console=Console(file=self.stream),
         )
         self._task = bar.add_task("train", total=self.total, completed=self.start, status="")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from te_plugin.config import Config, ConfigError, compose, recipe_hash, to_yaml
+from te_plugin.config import Config, ConfigError, recipe_hash, to_yaml
 from te_plugin.convergence.check import RunFacts, judge
 from te_plugin.convergence.golden import Golden, golden_path
 from te_plugin.convergence.verdict import VERDICT_FILE, Verdict
@@ -43,7 +45,10 @@ def train(cfg: Config, run_dir: Path | str, adapter: Adapter | None = None) -> V
         adapter = adapter or _adapter_of(cfg)
         world = adapter.initialize(cfg, world)
         resume_from = _prepare_run_dir(cfg, run_dir, world)
-        verdict = _Run(cfg, run_dir, adapter, world, resume_from).execute()
+        run = _Run(cfg, run_dir, adapter, world, resume_from)
+        verdict = run.execute()
+        if cfg.check.mode == "record" and verdict.status == "PASS":
+            verdict = _record(run)
         if world.is_main:
             print(verdict.line, flush=True)
         return verdict
@@ -55,59 +60,106 @@ def train(cfg: Config, run_dir: Path | str, adapter: Adapter | None = None) -> V
 
 
 class _Run:
-    def __init__(self, cfg: Config, run_dir: Path, adapter: Adapter, world: distributed.World, resume_from: ckpt.Checkpoint | None):
+    def __init__(
+        self,
+        cfg: Config,
+        run_dir: Path,
+        adapter: Adapter,
+        world: distributed.World,
+        resume_from: ckpt.Checkpoint | None,
+    ):
         self.cfg, self.run_dir, self.adapter, self.world, self.resume_from = cfg, run_dir, adapter, world, resume_from
         self.schedule = Schedule.of(cfg)
 
     def execute(self) -> Verdict:
         cfg, world = self.cfg, self.world
-        golden = Golden.load(golden_path(cfg.recipe)) if cfg.check.mode == "golden" and golden_path(cfg.recipe).exists() else None
+        golden = (
+            Golden.load(golden_path(cfg.recipe))
+            if cfg.check.mode == "golden" and golden_path(cfg.recipe).exists()
+            else None
+        )
+        self.adapter.reset_launches()
         data = self.adapter.build_data(cfg)
         model = self.adapter.build_model(cfg, world.device)
         if cfg.parallel.name == "fsdp2":
             distributed.shard_fsdp2(model, self.adapter.shard_units(model), world, compute_dtype(cfg))
         optimizer = MasterAdamW(
-            model, world, beta1=cfg.optim.beta1, beta2=cfg.optim.beta2, eps=cfg.optim.eps,
-            weight_decay=cfg.optim.weight_decay, clip_grad=cfg.optim.clip_grad,
+            model,
+            world,
+            beta1=cfg.optim.beta1,
+            beta2=cfg.optim.beta2,
+            eps=cfg.optim.eps,
+            weight_decay=cfg.optim.weight_decay,
+            clip_grad=cfg.optim.clip_grad,
         )
-        facts = RunFacts(
-            recipe_hash=recipe_hash(cfg), order_hash=data.order_hash(min(data.rows_per_epoch, 4096)),
-            init_hash=fingerprint(optimizer, world), vocab_size=cfg.model.vocab_size, planned_steps=self.schedule.last_step,
+        self.facts = facts = RunFacts(
+            recipe_hash=recipe_hash(cfg),
+            order_hash=data.order_hash(min(data.rows_per_epoch, 4096)),
+            init_hash=fingerprint(optimizer, world),
+            vocab_size=cfg.model.vocab_size,
+            planned_steps=self.schedule.last_step,
             context_free_entropy=_entropy_of(cfg, data) if world.is_main else None,
         )
         tracker = self._make_tracker()
         matching = golden if golden is not None and golden.recipe_hash == facts.recipe_hash else None
-        loop = Loop(cfg, self.run_dir, self.adapter, world, model, optimizer, data, tracker,
-                    matching.loss_at if matching else lambda step: None)
+        loop = Loop(
+            cfg,
+            self.run_dir,
+            self.adapter,
+            world,
+            model,
+            optimizer,
+            data,
+            tracker,
+            matching.loss_at if matching else lambda step: None,
+        )
         if world.is_main:
             self._write_environment(data, facts)
         verdict = None
         try:
             outcome = self._start_and_run(loop, tracker)
             if outcome.interrupted:
-                verdict = Verdict("INCONCLUSIVE", f"interrupted after step {outcome.last_step} of {self.schedule.last_step}; "
-                                                  f"continue with run.resume=true run.dir={self.run_dir}")
+                verdict = Verdict(
+                    "INCONCLUSIVE",
+                    f"interrupted after step {outcome.last_step} of {self.schedule.last_step}; "
+                    f"continue with run.resume=true run.dir={self.run_dir}",
+                )
         except (TrainingError, ckpt.CheckpointError, OSError) as error:
             verdict = Verdict("FAIL", str(error), {"error": type(error).__name__})
         except BaseException:  # recorded, then raised: a crash must leave a verdict, and its traceback is the message
             if world.is_main:
-                Verdict("FAIL", "crashed: " + traceback.format_exc(limit=-1).strip().splitlines()[-1]).save(self.run_dir)
+                Verdict("FAIL", "crashed: " + traceback.format_exc(limit=-1).strip().splitlines()[-1]).save(
+                    self.run_dir
+                )
             tracker.finish(1)
             raise
         if world.is_main:
+            verdict = self._conclude(verdict, facts, golden, matching)
+        verdict = world.broadcast_object(verdict)
+        tracker.finish(verdict.exit_code)
+        return verdict
+
+    def _conclude(
+        self, verdict: Verdict | None, facts: RunFacts, golden: Golden | None, matching: Golden | None
+    ) -> Verdict:
+        """Rank 0: what really ran, the verdict and the picture. A full disk must not hide how the run ended."""
+        verdict = verdict or judge(self.cfg, self.run_dir, facts, golden)
+        try:
             write_json(self.run_dir / "kernels.json", self.adapter.launches())
-            verdict = verdict or judge(cfg, self.run_dir, facts, golden)
             verdict.save(self.run_dir)
             self._draw(matching)
-        tracker.finish(verdict.exit_code if verdict else 0)
-        return world.broadcast_object(verdict)
+        except OSError as error:
+            verdict = Verdict(
+                "FAIL", f"{verdict.line}, but the run directory could not be completed: {error}", verdict.details
+            )
+        return verdict
 
     def _start_and_run(self, loop: Loop, tracker: Tracker):
         start = 0
         if self.resume_from is not None:
             loop.restore(self.resume_from)
             start = self.resume_from.step
-            if float(self.resume_from.info.get("loss", 0.0)) < _ln(self.cfg.model.vocab_size):
+            if float(self.resume_from.info.get("loss", 0.0)) < math.log(self.cfg.model.vocab_size):
                 loop.require_active_weights(f"checkpoint {self.resume_from.path}")
         elif self.cfg.run.init_from is not None:
             source = ckpt.find(self.cfg.run.init_from)
@@ -125,16 +177,28 @@ class _Run:
         if cfg.testing.sabotage != "none":
             tags.append(f"sabotage-{cfg.testing.sabotage}")
         return Tracker(
-            self.run_dir, track.mode, project=track.project, entity=track.entity, name=track.run_name or self.run_dir.name,
-            group=track.group or cfg.recipe, job_type="train", tags=tags, rank=self.world.rank,
+            self.run_dir,
+            track.mode,
+            project=track.project,
+            entity=track.entity,
+            name=track.run_name or self.run_dir.name,
+            group=track.group or cfg.recipe,
+            job_type="train",
+            tags=tags,
+            rank=self.world.rank,
             run_id=self.resume_from.info.get("run_id") if self.resume_from else None,
         )
 
     def _write_environment(self, data, facts: RunFacts) -> None:
         environment = describe(self.world.device, self.world.size)
         environment["data"] = data.report()
-        environment.update(recipe=self.cfg.recipe, recipe_hash=facts.recipe_hash, order_hash=facts.order_hash,
-                           init_hash=facts.init_hash, sabotage=self.cfg.testing.sabotage)
+        environment.update(
+            recipe=self.cfg.recipe,
+            recipe_hash=facts.recipe_hash,
+            order_hash=facts.order_hash,
+            init_hash=facts.init_hash,
+            sabotage=self.cfg.testing.sabotage,
+        )
         write_json(self.run_dir / "env.json", environment)
 
     def _draw(self, golden: Golden | None) -> None:
@@ -142,8 +206,33 @@ class _Run:
         if rows:
             from te_plugin.convergence.pictures import draw_run
 
-            draw_run(rows, self.run_dir / "curve.png", title=f"{self.cfg.recipe}: {self.cfg.precision.name}, {self.cfg.layout.name}",
-                     golden=golden)
+            draw_run(
+                rows,
+                self.run_dir / "curve.png",
+                title=f"{self.cfg.recipe}: {self.cfg.precision.name}, {self.cfg.layout.name}",
+                golden=golden,
+            )
+
+
+def _record(run: _Run) -> Verdict:
+    """The twins of a run that is to become the golden curve."""
+    from te_plugin.training.record import record
+
+    world = run.world
+
+    def run_twin(cfg: Config, folder: Path) -> Verdict:
+        if world.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+        _prepare_run_dir(cfg, folder, world)
+        return _Run(cfg, folder, run.adapter, world, None).execute()
+
+    verdict = record(run.cfg, run.run_dir, run.facts, world.device, world.size, world.dp_size, run_twin, world.is_main)
+    verdict = world.broadcast_object(verdict)
+    if world.is_main:
+        verdict.save(run.run_dir)
+        if verdict.status == "PASS":
+            run._draw(Golden.load(golden_path(run.cfg.recipe)))
+    return verdict
 
 
 def _adapter_of(cfg: Config) -> Adapter:
@@ -151,7 +240,9 @@ def _adapter_of(cfg: Config) -> Adapter:
         from te_plugin.training.megatron_adapter import megatron_adapter
 
         return megatron_adapter()
-    raise ConfigError(f"adapter={cfg.adapter.name} has no loop here; use adapter=megatron, or that framework's own trainer")
+    raise ConfigError(
+        f"adapter={cfg.adapter.name} has no loop here; use adapter=megatron, or that framework's own trainer"
+    )
 
 
 def _set_up_process(cfg: Config, world: distributed.World) -> None:
@@ -163,7 +254,9 @@ def _set_up_process(cfg: Config, world: distributed.World) -> None:
         if ffi.is_built("cpu"):
             ffi.function("cpu", "set_num_threads")(cfg.run.threads)
     if world.device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # cuBLAS is deterministic only with a fixed workspace
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.manual_seed(cfg.run.seed)
@@ -175,7 +268,10 @@ def _apply_sabotage(cfg: Config, world: distributed.World) -> Config:
     if name == "none":
         return cfg
     if world.is_main:
-        print(f"*** testing.sabotage={name}: this run is damaged on purpose; its verdict should not be PASS ***", flush=True)
+        print(
+            f"*** testing.sabotage={name}: this run is damaged on purpose; its verdict should not be PASS ***",
+            flush=True,
+        )
     if name == "no_document_mask":
         return cfg
     if name == "dq_slot0":
@@ -187,12 +283,12 @@ def _apply_sabotage(cfg: Config, world: distributed.World) -> Config:
 
 
 def _prepare_run_dir(cfg: Config, run_dir: Path, world: distributed.World) -> ckpt.Checkpoint | None:
-    """Rank 0 makes the folder and writes config.resolved.yaml; returns the checkpoint to resume from. Old runs are never overwritten."""
+    """Rank 0 makes the folder and writes config.resolved.yaml; returns the checkpoint to resume from. No run is overwritten."""
     problem: str | None = None
     if world.is_main:
         used = [name for name in (METRICS_FILE, VERDICT_FILE) if (run_dir / name).exists()]
         if used and not cfg.run.resume:
-            problem = f"{run_dir} already holds a run ({', '.join(used)}); continue it with run.resume=true, or choose another run.dir"
+            problem = f"{run_dir} already holds a run ({', '.join(used)}); continue it with run.resume=true, or give another run.dir"
         else:
             try:
                 run_dir.mkdir(parents=True, exist_ok=True)
@@ -207,7 +303,7 @@ def _prepare_run_dir(cfg: Config, run_dir: Path, world: distributed.World) -> ck
 
 
 def _entropy_of(cfg: Config, data) -> float | None:
-    """Entropy of the training labels' frequencies in nats: the loss of the best model without context. None for synthetic data."""
+    """Entropy of the training labels' frequencies, in nats: the best loss without context. None for synthetic data."""
     if cfg.data.source == "synthetic":
         return None
     import numpy as np
@@ -217,9 +313,3 @@ def _entropy_of(cfg: Config, data) -> float | None:
     counts = np.bincount(labels[labels >= 0])
     frequency = counts[counts > 0] / counts.sum()
     return float(-(frequency * np.log(frequency)).sum())
-
-
-def _ln(vocab_size: int) -> float:
-    import math
-
-    return math.log(vocab_size)

@@ -36,7 +36,9 @@ class Schedule:
         step_tokens = cfg.schedule.global_rows * cfg.data.seq_len
         total = cfg.schedule.tokens // step_tokens
         if total < 1:
-            raise ConfigError(f"schedule.tokens={cfg.schedule.tokens} is less than one step of {step_tokens} tokens; raise it")
+            raise ConfigError(
+                f"schedule.tokens={cfg.schedule.tokens} is less than one step of {step_tokens} tokens; raise it"
+            )
         stop = cfg.schedule.stop_after_steps
         return cls(step_tokens, total, total if stop is None else min(stop, total))
 
@@ -103,8 +105,16 @@ def documents_per_row(batches: list) -> float:
 class Stepper:
     """Runs optimizer steps and evaluations on a built model."""
 
-    def __init__(self, cfg: Config, adapter: Adapter, world: World, model: torch.nn.Module, optimizer: MasterAdamW, data,
-                 schedule: Schedule):
+    def __init__(
+        self,
+        cfg: Config,
+        adapter: Adapter,
+        world: World,
+        model: torch.nn.Module,
+        optimizer: MasterAdamW,
+        data,
+        schedule: Schedule,
+    ):
         self.cfg, self.adapter, self.world, self.schedule = cfg, adapter, world, schedule
         self.model, self.optimizer, self.data = model, optimizer, data
         self.batches = Batches(cfg, data, adapter, world)
@@ -134,7 +144,16 @@ class Stepper:
         loss, norm = loss_sum / tokens, self.optimizer.gradient_norm()
         lr = self._learning_rate(step)
         result = StepResult(
-            loss, norm, lr, tokens, stop > 0, 0.0, data_seconds, fill_fraction(host), documents_per_row(host), int(nonfinite)
+            loss,
+            norm,
+            lr,
+            tokens,
+            stop > 0,
+            0.0,
+            data_seconds,
+            fill_fraction(host),
+            documents_per_row(host),
+            int(nonfinite),
         )
         if math.isfinite(loss) and math.isfinite(norm):
             self.optimizer.step(lr, norm)
@@ -164,7 +183,9 @@ class Stepper:
 
     def _learning_rate(self, step: int) -> float:
         return learning_rate(
-            step * self.schedule.step_tokens, peak=self.cfg.optim.lr,
+            step * self.schedule.step_tokens,
+            peak=self.cfg.optim.lr,
             total_tokens=self.schedule.total_steps * self.schedule.step_tokens,
-            warmup_tokens=self.cfg.schedule.warmup_tokens, min_ratio=self.cfg.schedule.min_lr_ratio,
+            warmup_tokens=self.cfg.schedule.warmup_tokens,
+            min_ratio=self.cfg.schedule.min_lr_ratio,
         )

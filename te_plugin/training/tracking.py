@@ -33,7 +33,9 @@ def resolve_mode(mode: str) -> str:
     if mode == "auto":
         return "wandb_offline" if wandb_installed() else "jsonl"
     if mode != "jsonl" and not wandb_installed():
-        raise TrackingError(f"track.mode={mode} needs wandb, which is not installed: pip install te_plugin[wandb], or track.mode=jsonl")
+        raise TrackingError(
+            f"track.mode={mode} needs wandb, which is not installed: pip install te_plugin[wandb], or track.mode=jsonl"
+        )
     return mode
 
 
@@ -46,9 +48,19 @@ class Tracker:
     """
 
     def __init__(
-        self, run_dir: Path | str, mode: str = "jsonl", *, project: str = "te_plugin", entity: str | None = None,
-        name: str | None = None, group: str | None = None, job_type: str = "train", tags: Sequence[str] = (),
-        run_id: str | None = None, rank: int | None = None, timeout_s: float = 30.0,
+        self,
+        run_dir: Path | str,
+        mode: str = "jsonl",
+        *,
+        project: str = "te_plugin",
+        entity: str | None = None,
+        name: str | None = None,
+        group: str | None = None,
+        job_type: str = "train",
+        tags: Sequence[str] = (),
+        run_id: str | None = None,
+        rank: int | None = None,
+        timeout_s: float = 30.0,
         warn: Callable[[str], None] | None = None,
     ):
         self.mode = resolve_mode(mode)
@@ -68,7 +80,9 @@ class Tracker:
         saved = self._load_state()
         self._config, self._changes = saved.get("config", {}), saved.get("changes", {})
         known_id = saved.get("identity", {}).get("run_id")
-        self.identity = RunIdentity(known_id or run_id or secrets.token_hex(4), project, entity, name, group, job_type, tuple(tags))
+        self.identity = RunIdentity(
+            known_id or run_id or secrets.token_hex(4), project, entity, name, group, job_type, tuple(tags)
+        )
         self._save_state()
 
     @property
@@ -97,7 +111,9 @@ class Tracker:
         """The next row logged will be `step`: rows from there on belong to work that was lost and are dropped."""
         if not self.active:
             return
-        if self._sink is not None:  # same process restarts from an older checkpoint: the mirror starts again from the file
+        if (
+            self._sink is not None
+        ):  # same process restarts from an older checkpoint: the mirror starts again from the file
             self._guard(lambda: self._sink.finish(0))
             self._sink = None
         self._started = False
@@ -161,7 +177,10 @@ class Tracker:
 
     def _save_state(self) -> None:
         state = {
-            "mode": self.mode, "identity": self.identity.to_json(), "config": self._config, "changes": self._changes,
+            "mode": self.mode,
+            "identity": self.identity.to_json(),
+            "config": self._config,
+            "changes": self._changes,
             "wandb_error": self.error,
         }
         temporary = self.run_dir / (TRACKING_FILE + ".tmp")
@@ -181,10 +200,14 @@ def sync(run_dir: Path | str, mode: str = "wandb", timeout_s: float = 60.0) -> i
     rows = read_metrics(run_dir)
     config = {**state["config"], **({"resume_changes": state["changes"]} if state["changes"] else {})}
     try:
-        sink = WandbSink(run_dir, RunIdentity.from_json(state["identity"]), mode == "wandb_offline", config, rows, timeout_s)
+        sink = WandbSink(
+            run_dir, RunIdentity.from_json(state["identity"]), mode == "wandb_offline", config, rows, timeout_s
+        )
         sink.finish(0)
     except Exception as error:  # wandb's own, network and service errors
-        raise TrackingError(f"wandb did not take the {len(rows)} rows of {run_dir}: {type(error).__name__}: {error}") from error
+        raise TrackingError(
+            f"wandb did not take the {len(rows)} rows of {run_dir}: {type(error).__name__}: {error}"
+        ) from error
     return len(rows)
 
 

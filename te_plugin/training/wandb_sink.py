@@ -52,19 +52,40 @@ class RunIdentity:
 class WandbSink:
     """An open wandb run. Every method may raise whatever wandb raises; the Tracker decides what that means."""
 
-    def __init__(self, run_dir: Path, identity: RunIdentity, offline: bool, config: Mapping[str, Any],
-                 rows: Iterable[Mapping[str, Any]], timeout_s: float = 30.0):
+    def __init__(
+        self,
+        run_dir: Path,
+        identity: RunIdentity,
+        offline: bool,
+        config: Mapping[str, Any],
+        rows: Iterable[Mapping[str, Any]],
+        timeout_s: float = 30.0,
+    ):
         import wandb
 
         if offline:
             _set_older_runs_aside(run_dir)
         self.run = wandb.init(
-            project=identity.project, entity=identity.entity, name=identity.name, group=identity.group,
-            job_type=identity.job_type, tags=list(identity.tags), id=identity.run_id, dir=str(run_dir),
-            mode="offline" if offline else "online", resume=None if offline else "allow", config=dict(config),
+            project=identity.project,
+            entity=identity.entity,
+            name=identity.name,
+            group=identity.group,
+            job_type=identity.job_type,
+            tags=list(identity.tags),
+            id=identity.run_id,
+            dir=str(run_dir),
+            mode="offline" if offline else "online",
+            resume=None if offline else "allow",
+            config=dict(config),
             settings=wandb.Settings(
-                console="off", silent=True, init_timeout=timeout_s, finish_timeout=10 * timeout_s, x_disable_stats=True,
-                x_save_requirements=False, disable_code=True, disable_git=True,
+                console="off",
+                silent=True,
+                init_timeout=timeout_s,
+                finish_timeout=10 * timeout_s,
+                x_disable_stats=True,
+                x_save_requirements=False,
+                disable_code=True,
+                disable_git=True,
             ),
         )
         self.run.define_metric(STEP_METRIC)
@@ -137,7 +158,7 @@ def differences(run_dir: Path | str) -> list[str]:
     found = []
     if len(ours) != len(theirs):
         found.append(f"metrics.jsonl has {len(ours)} rows, wandb has {len(theirs)}")
-    for a, b in zip(ours, theirs):
+    for a, b in zip(ours, theirs, strict=False):
         for key in sorted(set(a) | set(b)):
             if encode(a.get(key)) != encode(b.get(key)):
                 found.append(f"step {a['step']}: {key} is {a.get(key)!r} in metrics.jsonl and {b.get(key)!r} in wandb")

@@ -53,8 +53,14 @@ def test_unfinished_checkpoints_are_ignored_and_removed_by_the_next_save(tmp_pat
 
 
 @pytest.mark.report("NVIDIA/Megatron-LM#709")
-@pytest.mark.parametrize("stored, named", [(("wieght", "bias"), ("model/weight", "model/wieght")), (("weight",), ("model/bias",)),
-                                           (("weight", "bias", "extra"), ("model/extra",))])
+@pytest.mark.parametrize(
+    "stored, named",
+    [
+        (("wieght", "bias"), ("model/weight", "model/wieght")),
+        (("weight",), ("model/bias",)),
+        (("weight", "bias", "extra"), ("model/extra",)),
+    ],
+)
 def test_missing_and_unexpected_names_are_listed(tmp_path, stored, named):
     save(tmp_path, 1, tensors(1, stored))
     with pytest.raises(CheckpointError) as error:
@@ -113,7 +119,10 @@ def test_a_full_disk_is_one_clear_error_and_the_previous_checkpoint_stays(small,
         resource.setrlimit(resource.RLIMIT_FSIZE, old_limit)
         signal.signal(signal.SIGXFSZ, old_handler)
     assert verdict.exit_code == 1 and Verdict.load(tmp_path).reason == verdict.reason
-    assert "checkpoint of step 8 could not be written" in verdict.reason and "checkpoint of step 4 is intact" in verdict.reason
+    assert (
+        "checkpoint of step 8 could not be written" in verdict.reason
+        and "checkpoint of step 4 is intact" in verdict.reason
+    )
     assert "Traceback" not in verdict.reason and os.strerror(27) in verdict.reason
     assert [r["step"] for r in read_metrics(tmp_path)] == list(range(1, 9))
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_00000004"]
@@ -127,8 +136,16 @@ def test_loaded_weights_are_active_before_the_first_step(small, tmp_path):
     source_loss = read_metrics(tmp_path / "source")[-1]["val/loss"]
     first = {}
     for precision in ("bf16", "fp8_current", "fp8_delayed"):
-        verdict = train(small(f"precision={precision}", f"run.init_from={tmp_path / 'source'}", "optim.lr=1e-9", "schedule.eval_interval=1",
-                              "schedule.stop_after_steps=1"), tmp_path / precision)
+        verdict = train(
+            small(
+                f"precision={precision}",
+                f"run.init_from={tmp_path / 'source'}",
+                "optim.lr=1e-9",
+                "schedule.eval_interval=1",
+                "schedule.stop_after_steps=1",
+            ),
+            tmp_path / precision,
+        )
         assert verdict.status == "PASS", verdict.reason
         first[precision] = read_metrics(tmp_path / precision)[0]["val/loss"]
     assert all(abs(loss - source_loss) < 1e-3 for loss in first.values()), (source_loss, first)

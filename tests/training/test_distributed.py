@@ -43,19 +43,31 @@ def test_ddp_and_fsdp2_on_two_ranks_train_as_one_process_and_exchange_checkpoint
     def resume(name, parallel):
         return job(name, parallel, "run.resume=true", f"run.dir={tmp_path / name}")
 
-    jobs = [job("ddp", "ddp"), job("fsdp2", "fsdp2"), resume("to_ddp", "ddp"), resume("to_fsdp2", "fsdp2"),
-            job("from_ddp", "ddp", *half), job("from_fsdp2", "fsdp2", *half), job("cross", "fsdp2", *half), resume("cross", "ddp")]
+    jobs = [
+        job("ddp", "ddp"),
+        job("fsdp2", "fsdp2"),
+        resume("to_ddp", "ddp"),
+        resume("to_fsdp2", "fsdp2"),
+        job("from_ddp", "ddp", *half),
+        job("from_fsdp2", "fsdp2", *half),
+        job("cross", "fsdp2", *half),
+        resume("cross", "ddp"),
+    ]
     assert run_ranks(2, rank_runs, jobs) == [["PASS"] * len(jobs)] * 2
     for name in ("from_ddp", "from_fsdp2"):
         train(small_config(*base, "run.resume=true", f"run.dir={tmp_path / name}"), tmp_path / name)
-    gaps = {name: largest_gap(one, tmp_path / name)
-            for name in ("ddp", "fsdp2", "to_ddp", "to_fsdp2", "from_ddp", "from_fsdp2", "cross")}
+    gaps = {
+        name: largest_gap(one, tmp_path / name)
+        for name in ("ddp", "fsdp2", "to_ddp", "to_fsdp2", "from_ddp", "from_fsdp2", "cross")
+    }
     assert max(gaps.values()) < 2e-5, gaps
-    hashes = {json.loads((tmp_path / name / "env.json").read_text())["init_hash"] for name in ("single", "ddp", "fsdp2")}
+    hashes = {
+        json.loads((tmp_path / name / "env.json").read_text())["init_hash"] for name in ("single", "ddp", "fsdp2")
+    }
     assert len(hashes) == 1
     norms = [[row["train/grad_norm"] for row in read_metrics(tmp_path / name)] for name in ("single", "ddp", "fsdp2")]
     for other in norms[1:]:
-        assert max(abs(a / b - 1) for a, b in zip(norms[0], other)) < 1e-3
+        assert max(abs(a / b - 1) for a, b in zip(norms[0], other, strict=True)) < 1e-3
     for name in ("ddp", "fsdp2"):
         assert abs(read_metrics(tmp_path / name)[-1]["val/loss"] - read_metrics(one)[-1]["val/loss"]) < 2e-5
 
@@ -63,12 +75,23 @@ def test_ddp_and_fsdp2_on_two_ranks_train_as_one_process_and_exchange_checkpoint
 @pytest.mark.parametrize("size, parallel", [(2, "ddp"), (3, "fsdp2")])
 def test_fp8_runs_resume_bit_for_bit_on_the_same_ranks(tmp_path, size, parallel):
     """3 ranks do not divide the vocabulary or the hidden size: uneven shards, and a prime vocabulary."""
-    base = [f"parallel={parallel}", "precision=fp8_delayed", "precision.amax_history_len=4", "schedule.micro_rows=1",
-            f"schedule.global_rows={2 * size}", f"schedule.tokens={2 * size * 128 * 8}", "model.vocab_size=509"]
+    base = [
+        f"parallel={parallel}",
+        "precision=fp8_delayed",
+        "precision.amax_history_len=4",
+        "schedule.micro_rows=1",
+        f"schedule.global_rows={2 * size}",
+        f"schedule.tokens={2 * size * 128 * 8}",
+        "model.vocab_size=509",
+    ]
     if parallel == "fsdp2":
         base.append("precision.keep_transpose=false")
     whole, split = str(tmp_path / "whole"), str(tmp_path / "split")
-    jobs = [(base, whole), ([*base, "schedule.stop_after_steps=4"], split), ([*base, "run.resume=true", f"run.dir={split}"], split)]
+    jobs = [
+        (base, whole),
+        ([*base, "schedule.stop_after_steps=4"], split),
+        ([*base, "run.resume=true", f"run.dir={split}"], split),
+    ]
     run_ranks(size, rank_runs, jobs)
     assert losses(whole) == losses(split) and len(losses(whole)) == 8
     assert latest(split).step == 8 and losses(whole)[-1] < math.log(509)
@@ -93,14 +116,16 @@ def _uneven_batches(run_dir, parallel):
             batch = self.data.train_batch(first, rows)
             labels = batch.labels.copy().reshape(rows, -1)
             for index in range(rows):
-                labels[index, counts[(first + index) % 4]:] = -100
+                labels[index, counts[(first + index) % 4] :] = -100
             return replace(batch, labels=labels.reshape(-1))
 
     adapter = megatron_adapter()
     adapter = replace(adapter, build_data=lambda cfg: Masked(megatron_adapter().build_data(cfg)))
     cfg = small_config("precision=fp32", "schedule.micro_rows=1", f"parallel={parallel}", "schedule.stop_after_steps=3")
     run.train(cfg, run_dir, adapter)
-    return [(row["train/loss"], row["train/grad_norm"], row["train/label_tokens"]) for row in read_metrics(Path(run_dir))]
+    return [
+        (row["train/loss"], row["train/grad_norm"], row["train/label_tokens"]) for row in read_metrics(Path(run_dir))
+    ]
 
 
 def _uneven_jobs(folder):

@@ -71,8 +71,12 @@ def test_updates_equal_torch_adamw_with_clipping_and_decay_on_matrices_only():
     optimizer = MasterAdamW(ours, ALONE, **{**ADAM, "clip_grad": 0.5})
     matrices = [p for p in theirs.parameters() if p.ndim == 2]
     vectors = [p for p in theirs.parameters() if p.ndim < 2]
-    adam = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2,
-                             betas=(0.9, 0.95), eps=1e-8)
+    adam = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
     for _ in range(5):
         x = torch.randn(11, 7) * 3
         optimizer.zero_grad()
@@ -83,7 +87,7 @@ def test_updates_equal_torch_adamw_with_clipping_and_decay_on_matrices_only():
         theirs(x).square().sum().backward()
         assert abs(norm / float(nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)) - 1) < 1e-6
         adam.step()
-    for a, b in zip(ours.parameters(), theirs.parameters()):
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 

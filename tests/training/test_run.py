@@ -16,7 +16,16 @@ from te_plugin.training.checkpoint import latest, list_checkpoints
 from te_plugin.training.run import RunDirError, train
 from te_plugin.training.wandb_sink import differences
 
-NUMBERS = ("step", "train/tokens", "train/loss", "train/grad_norm", "train/lr", "train/label_tokens", "val/loss", "fp8/nonfinite")
+NUMBERS = (
+    "step",
+    "train/tokens",
+    "train/loss",
+    "train/grad_norm",
+    "train/lr",
+    "train/label_tokens",
+    "val/loss",
+    "fp8/nonfinite",
+)
 
 
 def curve(run_dir):
@@ -29,14 +38,27 @@ def test_a_run_directory_is_complete_and_its_wandb_rows_equal_metrics_jsonl(smal
     assert verdict.status == "PASS" and verdict.exit_code == 0
     assert capsys.readouterr().out.splitlines()[-1] == "verdict: PASS"
     run = tmp_path / "run"
-    for name in ("config.resolved.yaml", "env.json", "kernels.json", "metrics.jsonl", "verdict.json", "curve.png", "tracking.json"):
+    for name in (
+        "config.resolved.yaml",
+        "env.json",
+        "kernels.json",
+        "metrics.jsonl",
+        "verdict.json",
+        "curve.png",
+        "tracking.json",
+    ):
         assert (run / name).stat().st_size > 0, name
     assert [c.step for c in list_checkpoints(run / "checkpoints")] == [8, 10]
     assert differences(run) == []
     kernels = json.loads((run / "kernels.json").read_text())
     assert {"attention", "gemm"} <= {k["op"] for k in kernels} and all(k["launches"] for k in kernels)
     environment = json.loads((run / "env.json").read_text())
-    assert environment["versions"]["torch"] and environment["order_hash"] and environment["init_hash"] and environment["data"]["fill"]
+    assert (
+        environment["versions"]["torch"]
+        and environment["order_hash"]
+        and environment["init_hash"]
+        and environment["data"]["fill"]
+    )
     rows = read_metrics(run)
     assert [r["step"] for r in rows] == list(range(1, 11)) and [r["step"] for r in rows if "val/loss" in r] == [5, 10]
     assert rows[-1]["train/tokens"] == 5120 and rows[-1]["train/loss"] < rows[0]["train/loss"]
@@ -71,8 +93,13 @@ def run_and_signal(cfg, run_dir, step, number):
     run_dir.mkdir()
     (run_dir / "config.resolved.yaml").write_text(to_yaml(cfg))
     environment = {k: v for k, v in os.environ.items() if k != "WANDB_SERVICE"}
-    return subprocess.run([sys.executable, "-c", KILLED_RUN, str(run_dir), str(step), str(int(number))], capture_output=True, text=True,
-                          env=environment, cwd=Path(__file__).parents[2])
+    return subprocess.run(
+        [sys.executable, "-c", KILLED_RUN, str(run_dir), str(step), str(int(number))],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parents[2],
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp8_current", "fp8_delayed"])
@@ -88,7 +115,11 @@ def test_after_kill_9_the_resumed_curve_equals_the_unbroken_one_bit_for_bit(smal
     train(small(*overrides, "track=wandb_offline", "run.resume=true", f"run.dir={broken}"), broken)
     assert curve(broken) == curve(tmp_path / "whole")
     assert differences(broken) == []
-    assert json.loads((broken / "tracking.json").read_text())["identity"]["run_id"] == run_id == latest(broken).info["run_id"]
+    assert (
+        json.loads((broken / "tracking.json").read_text())["identity"]["run_id"]
+        == run_id
+        == latest(broken).info["run_id"]
+    )
 
 
 def test_sigterm_writes_a_checkpoint_and_the_run_continues_from_it(small, tmp_path):
@@ -127,8 +158,16 @@ def test_a_run_that_diverges_fails_with_the_step_and_keeps_its_rows(small, tmp_p
 
 def test_toggles_do_not_change_data_order_or_initial_weights(small, tmp_path):
     seen = set()
-    for number, overrides in enumerate((["precision=bf16"], ["precision=fp32"], ["precision=fp8_delayed"], ["layout=bshd"],
-                                        ["schedule.micro_rows=1"], ["attention=composite"])):
+    for number, overrides in enumerate(
+        (
+            ["precision=bf16"],
+            ["precision=fp32"],
+            ["precision=fp8_delayed"],
+            ["layout=bshd"],
+            ["schedule.micro_rows=1"],
+            ["attention=composite"],
+        )
+    ):
         train(small(*overrides, "schedule.stop_after_steps=1"), tmp_path / str(number))
         environment = json.loads((tmp_path / str(number) / "env.json").read_text())
         seen.add((environment["order_hash"], environment["init_hash"], environment["recipe_hash"]))

@@ -129,7 +129,9 @@ def test_rows_read_back_by_wandb_equal_metrics_jsonl(tmp_path):
     assert differences(tmp_path) == []
     rows = read_metrics(tmp_path)
     rows[2]["train/loss"] = 0.0
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows if math.isfinite(r["train/loss"])))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in rows if math.isfinite(r["train/loss"]))
+    )
     assert differences(tmp_path), "the comparison must notice a changed value"
 
 
@@ -234,8 +236,9 @@ def test_the_death_of_the_wandb_service_does_not_lose_a_row(tmp_path):
         "[os.kill(p, signal.SIGKILL) for p in mine]; time.sleep(0.5)\n"
         "[row(s) for s in range(2, 20)]; t.finish(); print('finished')"
     )
-    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60,
-                            env=own_service())
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, env=own_service()
+    )
     assert "finished" in result.stdout, result.stderr
     assert [r["step"] for r in read_metrics(tmp_path)] == list(range(1, 20))
     assert sync(tmp_path, mode="wandb_offline") == 19

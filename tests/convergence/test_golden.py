@@ -1,0 +1,142 @@
+"""A golden curve passes its twins, and fails what is not the same training: worse, better, diverged, or another recipe."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from te_plugin.convergence import Golden, GoldenError, Verdict, golden
+from te_plugin.convergence.check import RunFacts, curve_gates, health_gate, learned_gate
+
+STEPS = 120
+
+
+def curve(rng, noise=0.0, shift=0.0, slope=0.0, norm=1.0):
+    """A loss curve with paired noise that grows as two trainings drift apart."""
+    steps = np.arange(1, STEPS + 1)
+    base = (
+        2.0 + 4.0 * np.exp(-steps / 30) + 0.05 * np.sin(steps)
+    )  # the sine stands for easy and hard batches: it is common
+    drift = noise * rng.standard_normal(STEPS) * steps / STEPS
+    loss = base + drift + shift + slope * steps / STEPS
+    return [
+        {
+            "step": int(s),
+            "train/tokens": int(s) * 100,
+            "train/loss": float(v),
+            "train/grad_norm": float(norm * (1 + 0.05 * d)),
+        }
+        for s, v, d in zip(steps, loss, drift, strict=True)
+    ]
+
+
+@pytest.fixture
+def recorded(rng):
+    twins = {f"twin{i}": curve(rng, noise=0.01) for i in range(3)}
+    header = {"recipe": "r", "recipe_hash": "h", "order_hash": "o", "init_hash": "i", "reason": "test"}
+    return golden.build(header, curve(rng), twins)
+
+
+FACTS = RunFacts("h", "o", "i", 384, STEPS, 3.0)
+
+
+def status(rows, recorded, facts=FACTS):
+    gates = curve_gates(rows, facts, recorded, "r")
+    return None if any(g.passed is None for g in gates) else all(g.passed for g in gates)
+
+
+def test_fresh_twins_pass(recorded, rng):
+    assert all(status(curve(rng, noise=0.01), recorded) for _ in range(50))
+
+
+@pytest.mark.parametrize(
+    "wrong", [dict(shift=0.02), dict(shift=-0.02), dict(slope=0.05), dict(slope=-0.05), dict(norm=1.1), dict(norm=0.9)]
+)
+def test_small_lasting_differences_fail_in_both_directions(recorded, rng, wrong):
+    assert status(curve(rng, noise=0.01, **wrong), recorded) is False
+
+
+def test_a_loss_that_is_too_low_fails_and_hints_at_a_leak(recorded, rng):
+    gates = {g.name: g for g in curve_gates(curve(rng, slope=-0.1), FACTS, recorded, "r")}
+    assert (
+        gates["curve"].passed is False
+        and "other documents" in gates["curve"].message
+        and "below" in gates["curve"].message
+    )
+
+
+def test_a_diverged_run_fails_and_names_the_step(recorded, rng):
+    rows = curve(rng)
+    rows[60]["train/loss"] = math.nan
+    assert status(rows, recorded) is False
+    gate = health_gate(rows)
+    assert gate.passed is False and "step 61" in gate.message
+
+
+@pytest.mark.parametrize(
+    "field, named", [("recipe_hash", "recipe hash"), ("order_hash", "data order"), ("init_hash", "initial weights")]
+)
+def test_another_recipe_order_or_start_is_not_judged(recorded, rng, field, named):
+    facts = RunFacts(**{**FACTS.__dict__, field: "other"})
+    (gate,) = curve_gates(curve(rng), facts, recorded, "r")
+    assert gate.passed is None and named in gate.message
+
+
+def test_too_few_steps_are_not_judged(recorded, rng):
+    assert status(curve(rng)[:19], recorded) is None
+    assert status(curve(rng)[:20], recorded) is True
+
+
+def test_a_model_that_learned_no_context_fails(rng):
+    assert learned_gate(curve(rng, shift=2.0), FACTS).passed is False
+    assert learned_gate(curve(rng), FACTS).passed is True
+    assert learned_gate(curve(rng)[:50], FACTS).passed is None
+
+
+def test_golden_files_read_back_and_say_why_and_how(recorded, tmp_path):
+    path = tmp_path / "r" / "golden.jsonl"
+    recorded.save(path)
+    back = Golden.load(path)
+    assert back.header == recorded.header and list(back.rows) == list(recorded.rows)
+    header = json.loads(path.read_text().splitlines()[0])
+    assert (
+        header["reason"] == "test"
+        and set(header["band"]["twins"]) == {"twin0", "twin1", "twin2"}
+        and "10-step" in header["band"]["how"]
+    )
+    bands = [row["band"] for row in back.rows]
+    assert bands == sorted(bands) and bands[0] >= golden.LOSS_FLOOR
+
+
+@pytest.mark.parametrize("damage", ["", "{}\n", '{"golden": 1, "recipe": "r"}\n', "not json\n"])
+def test_a_damaged_golden_file_is_a_clear_error(tmp_path, damage):
+    path = tmp_path / "golden.jsonl"
+    path.write_text(damage)
+    with pytest.raises(GoldenError, match="check.mode=record"):
+        Golden.load(path)
+
+
+def test_a_band_is_measured_on_whole_twins_or_not_made(rng):
+    with pytest.raises(GoldenError, match="measured"):
+        golden.build({}, curve(rng), {})
+    with pytest.raises(GoldenError, match="119 of the 120"):
+        golden.build({}, curve(rng), {"short": curve(rng)[:-1]})
+    broken = curve(rng)
+    broken[5]["train/loss"] = math.inf
+    with pytest.raises(GoldenError, match="non-finite"):
+        golden.build({}, curve(rng), {"broken": broken})
+
+
+def test_smoothing_is_the_mean_of_the_last_window():
+    values = [float(v) for v in range(25)]
+    found = golden.smoothed(values, 10)
+    assert found[0] == 0 and found[4] == 2.0 and found[24] == sum(range(15, 25)) / 10
+
+
+@pytest.mark.parametrize("word, code", [("PASS", 0), ("FAIL", 1), ("INCONCLUSIVE", 2), ("SUSPECT", 2)])
+def test_verdicts_have_fixed_exit_codes_and_read_back(tmp_path, word, code):
+    verdict = Verdict(word, "because", {"a": 1})
+    verdict.save(tmp_path)
+    assert Verdict.load(tmp_path) == verdict and verdict.exit_code == code
+    assert verdict.line == ("verdict: PASS" if word == "PASS" else f"verdict: {word}: because")
