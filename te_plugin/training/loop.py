@@ -206,7 +206,7 @@ class Loop:
             if not math.isfinite(value):
                 raise TrainingError(
                     f"the {name} of step {step} is {value}; no weight was changed by it. FP8 quantisation saw {result.nonfinite} "
-                    f"non-finite values in this step. Look at train/grad_norm before step {step}, try precision=bf16 or a lower lr"
+                    f"non-finite values in this step. Look at train/grad_norm before step {step}, try precision=bf16"
                 )
 
     def _rng(self) -> dict[str, torch.Tensor]:

@@ -288,7 +288,7 @@ def _prepare_run_dir(cfg: Config, run_dir: Path, world: distributed.World) -> ck
     if world.is_main:
         used = [name for name in (METRICS_FILE, VERDICT_FILE) if (run_dir / name).exists()]
         if used and not cfg.run.resume:
-            problem = f"{run_dir} already holds a run ({', '.join(used)}); continue it with run.resume=true, or give another run.dir"
+            problem = f"{run_dir} already holds a run ({', '.join(used)}); continue it with run.resume=true or change run.dir"
         else:
             try:
                 run_dir.mkdir(parents=True, exist_ok=True)
