@@ -33,18 +33,19 @@ struct Segments {
   std::vector<Range> q_gaps, k_gaps;   // rows of no segment
 };
 
-// ---- checks ----------------------------------------------------------------------------------------------------------------------
+// ---- checks ---------------------------------------------------------------------------------------------------------
 
 AttentionDType attention_dtype(const TensorView& t) {
   const DType d = dtype_of(t);
   return d == DType::f32 ? AttentionDType::f32 : d == DType::bf16 ? AttentionDType::bf16 : AttentionDType::f16;
 }
 
-void check_rows(const TensorView& t, const char* name, const TensorView& like, const char* like_name, int64_t rows, int64_t heads) {
+void check_rows(const TensorView& t, const char* name, const TensorView& like, const char* like_name, int64_t rows,
+                int64_t heads) {
   check_device(t, name, kDLCPU);
   check_rank(t, name, 3, "[rows, heads, head dim]");
-  TE_CHECK(dtype_of(t) == dtype_of(like), name << " is " << describe(t) << "; expected the dtype of " << like_name << ", which is "
-                                               << describe(like));
+  TE_CHECK(dtype_of(t) == dtype_of(like),
+           name << " is " << describe(t) << "; expected the dtype of " << like_name << ", which is " << describe(like));
   check_shape(t, name, {rows, heads, like.size(2)}, "rows, heads, head dim");
   check_inner_contiguous(t, name);
 }
@@ -73,20 +74,24 @@ void check_offsets(const TensorView& t, const char* name, int64_t size) {
 }
 
 // cu: cumulative lengths; start: first row of each segment. Every row that they name must exist and belong to one segment.
-void check_table(const int32_t* cu, const int32_t* start, int64_t segments, int64_t rows, const char* cu_name, const char* start_name,
-                 const char* rows_name) {
+void check_table(const int32_t* cu, const int32_t* start, int64_t segments, int64_t rows, const char* cu_name,
+                 const char* start_name, const char* rows_name) {
   TE_CHECK(cu[0] == 0, cu_name << "[0] is " << cu[0] << "; expected 0");
   TE_CHECK(start[0] >= 0, start_name << "[0] is " << start[0] << "; expected 0 or more");
   for (int64_t n = 0; n < segments; ++n) {
     TE_CHECK(cu[n + 1] >= cu[n], cu_name << " decreases from " << cu[n] << " to " << cu[n + 1] << " at index " << n + 1
                                          << "; expected cumulative lengths");
+  }
+  TE_CHECK(cu[segments] <= rows,
+           cu_name << " ends with " << cu[segments] << " but " << rows_name << " has " << rows << " rows");
+  for (int64_t n = 0; n < segments; ++n) {
     const int64_t length = int64_t(cu[n + 1]) - cu[n];
     TE_CHECK(start[n + 1] >= start[n] && (length == 0 || start[n] + length <= start[n + 1]),
-             "segment " << n << " has " << length << " rows from row " << start[n] << " on, but " << start_name << "[" << n + 1 << "] is "
-                        << start[n + 1] << "; expected segments in order that do not overlap");
+             "segment " << n << " has " << length << " rows from row " << start[n] << " on, but " << start_name << "["
+                        << n + 1 << "] is " << start[n + 1] << "; expected segments in order that do not overlap");
   }
-  TE_CHECK(cu[segments] <= rows, cu_name << " ends with " << cu[segments] << " but " << rows_name << " has " << rows << " rows");
-  TE_CHECK(start[segments] <= rows, start_name << " ends with " << start[segments] << " but " << rows_name << " has " << rows << " rows");
+  TE_CHECK(start[segments] <= rows,
+           start_name << " ends with " << start[segments] << " but " << rows_name << " has " << rows << " rows");
 }
 
 Segments read_segments(const TensorView& cu_q, const TensorView& cu_k, const TensorView& start_q, const TensorView& start_k,
@@ -139,7 +144,7 @@ Segments read_segments(const TensorView& cu_q, const TensorView& cu_k, const Ten
   return result;
 }
 
-// ---- work ------------------------------------------------------------------------------------------------------------------------
+// ---- work -----------------------------------------------------------------------------------------------------------
 
 AttentionTensor view(const TensorView& t) { return {data<void>(t), t.stride(0), t.stride(1)}; }
 
@@ -214,7 +219,8 @@ void wait_for(const int64_t* progress, int64_t at_least) {
 }
 
 void attention_forward(TensorView q, TensorView k, TensorView v, TensorView cu_q, TensorView cu_k, TensorView start_q,
-                       TensorView start_k, TensorView out, TensorView lse, int64_t mask, int64_t left, int64_t right, double scale) {
+                       TensorView start_k, TensorView out, TensorView lse, int64_t mask, int64_t left, int64_t right,
+                       double scale) {
   check_inputs(q, k, v);
   check_rows(out, "out", q, "q", q.size(0), q.size(1));
   check_contiguous(out, "out");
@@ -243,7 +249,8 @@ void attention_forward(TensorView q, TensorView k, TensorView v, TensorView cu_q
       for (int64_t kv_head = 0; kv_head < call.kv_heads; ++kv_head) {
         for (int64_t head = 0; head < group; head += heads_per_item) {
           const int64_t head_end = std::min(group, head + heads_per_item), base = kv_head * group;
-          items.push_back({pairs(s, row, row_end) * double(head_end - head), {int64_t(n), base + head, base + head_end, row, row_end}});
+          const double cost = pairs(s, row, row_end) * double(head_end - head);
+          items.push_back({cost, {int64_t(n), base + head, base + head_end, row, row_end}});
         }
       }
     }
@@ -266,7 +273,8 @@ void attention_forward(TensorView q, TensorView k, TensorView v, TensorView cu_q
 
 void check_dq_accumulator(const TensorView& dq_acc, const TensorView& q, const Segments& segments, int64_t segment_count,
                           int64_t dq_accumulation) {
-  TE_CHECK(dq_accumulation == 0 || dq_accumulation == 1, "dq_accumulation is " << dq_accumulation << "; expected 0 (fp32) or 1 (bf16)");
+  TE_CHECK(dq_accumulation == 0 || dq_accumulation == 1,
+           "dq_accumulation is " << dq_accumulation << "; expected 0 (fp32) or 1 (bf16)");
   check_device(dq_acc, "dq_acc", kDLCPU);
   check_contiguous(dq_acc, "dq_acc");
   const int64_t rows = q.size(0), heads = q.size(1), dim = q.size(2);
@@ -275,8 +283,8 @@ void check_dq_accumulator(const TensorView& dq_acc, const TensorView& q, const S
     check_shape(dq_acc, "dq_acc of dq_accumulation fp32", {1, heads, rows, dim}, "1, heads, rows of q, head dim");
     return;
   }
-  TE_CHECK(dim <= kDqPaddedHeadDim, "dq_accumulation bf16 holds rows of " << kDqPaddedHeadDim << ", but the head dim is " << dim
-                                                                           << "; use dq_accumulation fp32");
+  TE_CHECK(dim <= kDqPaddedHeadDim, "dq_accumulation bf16 holds rows of " << kDqPaddedHeadDim << ", but the head dim is "
+                                                                           << dim << "; use dq_accumulation fp32");
   check_dtype(dq_acc, "dq_acc of dq_accumulation bf16", {DType::bf16});
   check_rank(dq_acc, "dq_acc of dq_accumulation bf16", 5, "[1, segments, heads, padded rows of a segment, 128]");
   const int64_t padded = dq_acc.size(3);
@@ -284,13 +292,15 @@ void check_dq_accumulator(const TensorView& dq_acc, const TensorView& q, const S
               "1, segments, heads, padded rows of a segment, 128");
   int64_t longest = 0;
   for (const AttentionSegment& s : segments.list) longest = std::max(longest, s.q_len);
-  TE_CHECK(padded % 16 == 0 && padded >= longest, "dq_acc of dq_accumulation bf16 holds " << padded << " rows a segment; the longest segment has "
-                                                      << longest << ", expected at least that many and a multiple of 16");
+  TE_CHECK(padded % 16 == 0 && padded >= longest,
+           "dq_acc of dq_accumulation bf16 holds " << padded << " rows a segment; the longest segment has " << longest
+                                                   << ", expected at least that many and a multiple of 16");
 }
 
-void attention_backward(TensorView dout, TensorView q, TensorView k, TensorView v, TensorView out, TensorView lse, TensorView cu_q,
-                        TensorView cu_k, TensorView start_q, TensorView start_k, TensorView dq, TensorView dk, TensorView dv,
-                        TensorView dq_acc, int64_t mask, int64_t left, int64_t right, double scale, int64_t dq_accumulation) {
+void attention_backward(TensorView dout, TensorView q, TensorView k, TensorView v, TensorView out, TensorView lse,
+                        TensorView cu_q, TensorView cu_k, TensorView start_q, TensorView start_k, TensorView dq,
+                        TensorView dk, TensorView dv, TensorView dq_acc, int64_t mask, int64_t left, int64_t right,
+                        double scale, int64_t dq_accumulation) {
   check_inputs(q, k, v);
   check_rows(dout, "dout", q, "q", q.size(0), q.size(1));
   check_rows(out, "out", q, "q", q.size(0), q.size(1));

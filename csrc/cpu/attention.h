@@ -51,9 +51,9 @@ struct AttentionForwardItem {
   int64_t segment, head_begin, head_end, row_begin, row_end;
 };
 
-// One block of keys of one kv head, with all queries of its segment that see it. Blocks of a segment and kv head add to the same
-// dQ rows in the order of their numbers: a block waits until `previous` (the progress of the block before it, or null) has passed a
-// chunk, and tells its own progress.
+// One block of keys of one kv head, with all queries of its segment that see it. Blocks of a segment and kv head add to
+// the same dQ rows in the order of their numbers: a block waits until `previous` (the progress of the block before it, or
+// null) has passed a chunk, and tells its own progress.
 struct AttentionBackwardItem {
   int64_t segment, kv_head, key_begin, key_end;
   const int64_t* previous;

@@ -171,7 +171,8 @@ void attention_dq_out(const AttentionCall& call, const AttentionSegment& segment
       if (!sees_keys) {
         fill(scratch, padded_dim, 0.0f);
       } else if (!call.dq_bf16) {
-        read_row(address(packed, AttentionDType::f32, segment.q_start + row, head), AttentionDType::f32, call.dim, padded_dim, scratch);
+        const char* from = address(packed, AttentionDType::f32, segment.q_start + row, head);
+        read_row(from, AttentionDType::f32, call.dim, padded_dim, scratch);
       } else {
         const uint16_t* from = static_cast<const uint16_t*>(call.dq_acc) +
                                ((segment.index * call.heads + head) * call.dq_rows + row) * kDqPaddedHeadDim;

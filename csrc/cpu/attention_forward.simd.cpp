@@ -25,7 +25,8 @@ int64_t chunk_floats(int64_t padded_dim) { return 2 * padded_dim * kQueryChunk +
 
 // Turns scores[keys, queries] into exp2(score - high) with masked ones 0, and updates high and sum. factor[query] is what earlier
 // sums and outputs must be multiplied with.
-void softmax_tile(const AttentionSegment& segment, Chunk& chunk, KeyRange keys, float scale_log2, float* scores, float* factor) {
+void softmax_tile(const AttentionSegment& segment, Chunk& chunk, KeyRange keys, float scale_log2, float* scores,
+                  float* factor) {
   const int64_t count = keys.end - keys.begin;
   const bool masked = !sees_all(segment, chunk.row, chunk.rows, keys);
   for (int64_t lane = 0; lane < round_up(chunk.rows, kLanes); lane += kLanes) {
@@ -68,7 +69,8 @@ void softmax_tile(const AttentionSegment& segment, Chunk& chunk, KeyRange keys, 
   }
 }
 
-void finish_chunk(const AttentionCall& call, const AttentionSegment& segment, const Chunk& chunk, int64_t padded_dim, float* rows) {
+void finish_chunk(const AttentionCall& call, const AttentionSegment& segment, const Chunk& chunk, int64_t padded_dim,
+                  float* rows) {
   const int64_t width = round_up(chunk.rows, kLanes);
   float* lse = call.lse + chunk.head * call.rows_q + segment.q_start + chunk.row;
   if (!chunk.begun) {
@@ -141,21 +143,24 @@ void attention_forward_item(const AttentionCall& call, const AttentionSegment& s
   for (int64_t block = first_block; block < all.end; block += kForwardKeys) {
     // Keys that no row of this item sees are not read.
     const int64_t begin = larger(block, all.begin), end = smaller(block + kForwardKeys, all.end);
-    read_rows(call.k, call.dtype, segment.k_start + begin, end - begin, kv_head, dim, padded_dim, k + (begin - block) * padded_dim);
-    read_rows(call.v, call.dtype, segment.k_start + begin, end - begin, kv_head, dim, padded_dim, v + (begin - block) * padded_dim);
+    const int64_t skipped = (begin - block) * padded_dim;
+    read_rows(call.k, call.dtype, segment.k_start + begin, end - begin, kv_head, dim, padded_dim, k + skipped);
+    read_rows(call.v, call.dtype, segment.k_start + begin, end - begin, kv_head, dim, padded_dim, v + skipped);
     for (int64_t n = 0; n < count; ++n) {
       Chunk c = chunk_at(n);
       const KeyRange seen = keys_of(segment, c.row, c.rows);
       const KeyRange keys = {larger(begin, seen.begin), smaller(end, seen.end)};
       if (keys.begin >= keys.end) continue;
-      const int64_t width = round_up(c.rows, kLanes), tile = keys.end - keys.begin, offset = (keys.begin - block) * padded_dim;
+      const int64_t width = round_up(c.rows, kLanes), tile = keys.end - keys.begin;
+      const int64_t offset = (keys.begin - block) * padded_dim;
       multiply<Start::zero>(tile, width, dim, k + offset, padded_dim, 1, c.q, kQueryChunk, scores, kQueryChunk);
       softmax_tile(segment, c, keys, scale_log2, scores, factor);
       // The first tile of a chunk starts the output; later ones rescale it.
       if (keys.begin == seen.begin) {
         multiply<Start::zero>(dim, width, tile, v + offset, 1, padded_dim, scores, kQueryChunk, c.out, kQueryChunk);
       } else {
-        multiply<Start::scaled_add>(dim, width, tile, v + offset, 1, padded_dim, scores, kQueryChunk, c.out, kQueryChunk, factor);
+        multiply<Start::scaled_add>(dim, width, tile, v + offset, 1, padded_dim, scores, kQueryChunk, c.out, kQueryChunk,
+                                    factor);
       }
     }
   }

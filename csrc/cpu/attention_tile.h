@@ -14,7 +14,7 @@ namespace te {
 namespace TE_SIMD {
 namespace {
 
-// ---- vectors --------------------------------------------------------------------------------------------------------------------
+// ---- vectors --------------------------------------------------------------------------------------------------------
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16, kTileRows = 8, kTileVectors = 2;
@@ -83,13 +83,14 @@ inline float sum_lanes(Vec v) {
   return lanes[0];
 }
 
-// ---- matrix product --------------------------------------------------------------------------------------------------------------
+// ---- matrix product -------------------------------------------------------------------------------------------------
 
 enum class Start { zero, add, scaled_add };  // C starts from 0, from C, from C times a factor for each column
 
 template <int Rows, int Vectors, Start start>
-inline __attribute__((always_inline)) void micro_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_depth, const float* b,
-                                                      int64_t ldb, float* c, int64_t ldc, const float* factor) {
+inline __attribute__((always_inline)) void micro_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_depth,
+                                                      const float* b, int64_t ldb, float* c, int64_t ldc,
+                                                      const float* factor) {
   Vec acc[Rows][Vectors];
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r) {
@@ -121,14 +122,18 @@ inline __attribute__((always_inline)) void micro_tile(int64_t depth, const float
 }
 
 template <int Vectors, Start start>
-inline void micro_column(int64_t m, int64_t depth, const float* a, int64_t a_row, int64_t a_depth, const float* b, int64_t ldb, float* c,
-                  int64_t ldc, const float* factor) {
+inline void micro_column(int64_t m, int64_t depth, const float* a, int64_t a_row, int64_t a_depth, const float* b,
+                         int64_t ldb, float* c, int64_t ldc, const float* factor) {
   int64_t r = 0;
   for (; r + kTileRows <= m; r += kTileRows) {
     micro_tile<kTileRows, Vectors, start>(depth, a + r * a_row, a_row, a_depth, b, ldb, c + r * ldc, ldc, factor);
   }
-  for (; r + 4 <= m; r += 4) micro_tile<4, Vectors, start>(depth, a + r * a_row, a_row, a_depth, b, ldb, c + r * ldc, ldc, factor);
-  for (; r < m; ++r) micro_tile<1, Vectors, start>(depth, a + r * a_row, a_row, a_depth, b, ldb, c + r * ldc, ldc, factor);
+  for (; r + 4 <= m; r += 4) {
+    micro_tile<4, Vectors, start>(depth, a + r * a_row, a_row, a_depth, b, ldb, c + r * ldc, ldc, factor);
+  }
+  for (; r < m; ++r) {
+    micro_tile<1, Vectors, start>(depth, a + r * a_row, a_row, a_depth, b, ldb, c + r * ldc, ldc, factor);
+  }
 }
 
 // C[m, n] = start + sum over k < depth of A(m, k) B[k, n], with A(m, k) at a[m * a_row + k * a_depth]. n is a multiple of the
@@ -145,7 +150,7 @@ inline void multiply(int64_t m, int64_t n, int64_t depth, const float* a, int64_
   }
 }
 
-// ---- transposes ------------------------------------------------------------------------------------------------------------------
+// ---- transposes -----------------------------------------------------------------------------------------------------
 
 #define TE_LOW(l, k) (((l) & (k)) ? kLanes + (l) - (k) : (l))
 #define TE_HIGH(l, k) (((l) & (k)) ? kLanes + (l) : (l) + (k))
@@ -195,7 +200,7 @@ inline void transpose(int64_t rows, int64_t columns, const float* from, int64_t 
   }
 }
 
-// ---- conversions -----------------------------------------------------------------------------------------------------------------
+// ---- conversions ----------------------------------------------------------------------------------------------------
 
 inline float bits_to_float(uint32_t u) { return __builtin_bit_cast(float, u); }
 inline uint32_t float_to_bits(float f) { return __builtin_bit_cast(uint32_t, f); }
@@ -256,9 +261,11 @@ inline Vec f16_to_vec(const uint16_t* p) {
 
 inline void vec_to_f16(uint16_t* p, Vec v) {
 #if defined(__AVX512F__)
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_maskz_cvtps_ph(0xffff, (__m512)v, nearest));
 #elif defined(__AVX2__) && defined(__F16C__)
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, nearest));
 #else
   for (int i = 0; i < kLanes; ++i) p[i] = float_to_f16(v[i]);
 #endif
@@ -324,7 +331,7 @@ inline void fill(float* to, int64_t count, float value) {
   for (int64_t i = 0; i < count; ++i) to[i] = value;
 }
 
-// ---- which keys a query sees -----------------------------------------------------------------------------------------------------
+// ---- which keys a query sees ----------------------------------------------------------------------------------------
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
