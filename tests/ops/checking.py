@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from problems import AttentionCase
-from reference import AttentionAnswer
 
 from te_plugin import oracle
+
+from .problems import AttentionCase
+from .reference import AttentionAnswer
 
 
 @dataclass(frozen=True)

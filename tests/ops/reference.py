@@ -10,10 +10,11 @@ import functools
 from dataclasses import dataclass
 
 import numpy as np
-from problems import AttentionCase
 
 from te_plugin import oracle
 from te_plugin.oracle.attention import softmax
+
+from .problems import AttentionCase
 
 FP64_EXACT = {"fp32", "fp64"}
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from problems import AttentionCase
 
 from te_plugin import ffi
 from te_plugin.ops.attention.problem import AttentionProblem
 from te_plugin.plan import Kernel, Plan, PlanError, Target, plan, registered
+
+from .problems import AttentionCase
 
 TORCH_DTYPE = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int32": torch.int32, "uint8": torch.uint8,

@@ -4,12 +4,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from checking import BOUNDS, check_attention, check_same_bits
-from problems import CASES, SEGMENT_TABLES, AttentionCase
-from reference import attention_answer, rounded_inputs
-from runners import RUNNERS, attention_problem, implementations, parameter
 
 from te_plugin.plan import PlanError, registered
+
+from .checking import BOUNDS, check_attention, check_same_bits
+from .problems import CASES, SEGMENT_TABLES, AttentionCase
+from .reference import attention_answer, rounded_inputs
+from .runners import RUNNERS, attention_problem, implementations, parameter
 
 IMPLEMENTATIONS = implementations("attention")
 MODES = [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")]

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from reference import rounded
-from runners import implementations, nan_filled_memory, numpy, parameter, to_torch
 
 from te_plugin import oracle
 from te_plugin.numerics import SCALINGS
 from te_plugin.ops.grouped_gemm.problem import GroupedGemmProblem
 from te_plugin.torch import align_groups, grouped_linear
+
+from .reference import rounded
+from .runners import implementations, nan_filled_memory, numpy, parameter, to_torch
 
 # (rows, group sizes): surplus rows lie behind the last group.
 GROUPS = [

@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from reference import rounded
-from runners import implementations, nan_filled_memory, numpy, parameter, to_torch
 
 from te_plugin import oracle
 from te_plugin.numerics import SCALINGS
 from te_plugin.ops.gemm.problem import GemmProblem
 from te_plugin.torch import Linear, linear
 from te_plugin.torch.state import LinearState
+
+from .reference import rounded
+from .runners import implementations, nan_filled_memory, numpy, parameter, to_torch
 
 FEATURES = {"fp8_block": (256, 128), "mxfp8": (96, 64)}  # (N, K), multiples of what the precision needs
 ROWS = [0, 1, 8, 15, 16, 17, 32, 50, 63, 64, 133]

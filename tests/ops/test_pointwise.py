@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from reference import rounded
-from runners import implementations, nan_filled_memory, numpy, parameter, to_torch
 
 from te_plugin import oracle
 from te_plugin.ops.activation.problem import ActivationProblem
@@ -12,6 +10,9 @@ from te_plugin.ops.loss.problem import LossProblem
 from te_plugin.ops.norm.problem import NormProblem
 from te_plugin.ops.rope.problem import RopeProblem
 from te_plugin.torch import cross_entropy, rms_norm, rope, swiglu
+
+from .reference import rounded
+from .runners import implementations, nan_filled_memory, numpy, parameter, to_torch
 
 DTYPES = ("fp32", "bf16", "fp16")
 # One rounding of the result: 2^-24, 2^-9 and 2^-12 at most; sums over columns add a little in FP32.

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from reference import rounded
-from runners import implementations, nan_filled_memory, nan_tensor, parameter, to_torch
 
 from te_plugin import numerics, oracle
 from te_plugin.numerics import FORMATS, GRANULARITIES
 from te_plugin.ops.quantize.problem import QuantizeProblem
+
+from .reference import rounded
+from .runners import implementations, nan_filled_memory, nan_tensor, parameter, to_torch
 
 SHAPES = [(1, 1), (1, 128), (3, 127), (129, 33), (128, 256), (257, 5), (64, 160), (130, 260), (0, 64), (31, 96)]
 VALUES = ("normal", "wide", "zeros", "nonfinite", "tiny")
