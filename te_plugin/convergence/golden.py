@@ -143,10 +143,11 @@ def build(
     for kind, key, floor in (("loss", "band", LOSS_FLOOR), ("norm", "norm_band", NORM_FLOOR)):
         highest = 0.0
         for index, row in enumerate(rows):
-            highest = max(highest, *bands[kind][index : index + WINDOW])
+            # A run may be ahead of or behind its twins, except at the start: equal weights give equal first steps.
+            highest = max(highest, *bands[kind][index : index + 1 + min(index, WINDOW)])
             row[key] = round(SAFETY * highest + floor, 6)
     how = (
-        f"{SAFETY:g} x the largest {WINDOW}-step mean gap that any twin had shown by that step (and {WINDOW} steps on), "
+        f"{SAFETY:g} x the largest {WINDOW}-step mean gap of any twin up to {WINDOW} steps ahead, "
         f"plus {LOSS_FLOOR} nats ({NORM_FLOOR} for the log of the gradient norm)"
     )
     return Golden(

@@ -87,3 +87,39 @@ def _finish(figure, top, path: Path | str, title: str) -> None:
     top.grid(alpha=0.3)
     top.legend(fontsize=8)
     figure.savefig(path)
+
+
+def draw_acceptance(
+    seeds: Sequence[Mapping[str, Sequence[Mapping[str, Any]]]], delta: float | None, path: Path | str
+) -> None:
+    """Above: every arm's training loss; below: paired held-out gaps to BF16 with the delta that they must stay under."""
+    figure, top, bottom = _figure(True)
+    colors = {"bf16": _REFERENCE, "twin": "#5b9a3d", "candidate": _RUN, "saboteur": _GAP}
+    for index, arms in enumerate(seeds):
+        for name, rows in arms.items():
+            label = name if index == 0 else None
+            top.plot(
+                [r["step"] for r in rows],
+                [r["train/loss"] for r in rows],
+                color=colors[name],
+                lw=0.9,
+                alpha=0.8,
+                label=label,
+            )
+        reference = {r["step"]: r["val/loss"] for r in arms["bf16"] if "val/loss" in r}
+        for name, rows in arms.items():
+            points = [
+                (r["step"], r["val/loss"] - reference[r["step"]])
+                for r in rows
+                if "val/loss" in r and r["step"] in reference
+            ]
+            if name != "bf16" and points:
+                label = f"{name} - bf16" if index == 0 else None
+                bottom.plot(
+                    [s for s, _ in points], [g for _, g in points], "o-", ms=3, lw=0.8, color=colors[name], label=label
+                )
+    if delta is not None:
+        bottom.axhspan(-delta, delta, color=_BAND, zorder=0, label="delta")
+    _finish_gap(bottom)
+    bottom.set_ylabel("held-out gap (nats)")
+    _finish(figure, top, path, f"paired acceptance, {len(seeds)} seeds")
