@@ -1,0 +1,45 @@
+// One row a block: 256 threads, thread t holds the vectors of eight columns t, t + 256, ... of the row in registers.
+#pragma once
+#include <type_traits>
+
+#include "numeric.cuh"
+
+namespace te {
+
+constexpr int kRowThreads = 256;
+constexpr int kMaxRowVectors = 8;
+constexpr int64_t kMaxRowWidth = int64_t{kRowThreads} * 8 * kMaxRowVectors;
+
+__device__ __forceinline__ int row_column(int k) { return (k * kRowThreads + threadIdx.x) * 8; }
+
+__device__ __forceinline__ float rsqrt_exact(float x) { return __fdiv_rn(1.f, __fsqrt_rn(x)); }
+
+// Sum over the block, the same order in every run; every thread gets it. sm holds one float a warp and may be reused at once.
+__device__ __forceinline__ float block_sum(float v, float* sm) {
+#pragma unroll
+  for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(0xffffffffu, v, d);
+  if ((threadIdx.x & 31) == 0) sm[threadIdx.x >> 5] = v;
+  __syncthreads();
+  float total = 0.f;
+#pragma unroll
+  for (int k = 0; k < kRowThreads / 32; ++k) total += sm[k];
+  __syncthreads();
+  return total;
+}
+
+// Calls f(integral_constant vectors a thread, bool_constant aligned) for a row of C elements.
+template <typename T, typename F>
+void with_vectors(int64_t C, bool aligned_rows, F&& f) {
+  const bool vec = aligned_rows && C % 8 == 0;
+  const int64_t need = (C + kRowThreads * 8 - 1) / (kRowThreads * 8);
+  auto pick = [&](auto n) {
+    if (vec) f(n, std::true_type{});
+    else f(n, std::false_type{});
+  };
+  if (need <= 1) pick(std::integral_constant<int, 1>{});
+  else if (need <= 2) pick(std::integral_constant<int, 2>{});
+  else if (need <= 4) pick(std::integral_constant<int, 4>{});
+  else pick(std::integral_constant<int, 8>{});
+}
+
+}  // namespace te

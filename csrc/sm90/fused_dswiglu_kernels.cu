@@ -1,0 +1,10 @@
+// Gradient of SwiGLU + quantise: both halves of dx, row-major and transposed, from one read of dy and x.
+#include "fused.cuh"
+
+namespace te {
+
+void dswiglu_quantize(const Context& l, const SwigluGradientSource& source, const QuantArgs& q, int64_t granularity, int64_t format) {
+  quantize_source(l, source, q, granularity, format);
+}
+
+}  // namespace te

@@ -1,0 +1,10 @@
+// SwiGLU + quantise, and its gradient + quantise.
+#include "fused.cuh"
+
+namespace te {
+
+void swiglu_quantize(const Context& l, const SwigluSource& source, const QuantArgs& q, int64_t granularity, int64_t format) {
+  quantize_source(l, source, q, granularity, format);
+}
+
+}  // namespace te

@@ -1,0 +1,193 @@
+// RMSNorm: y = x * rstd * w, rstd = 1 / sqrt(mean(x^2) + eps), FP32 inside, one row a block.
+//
+// forward reads x once and writes y and rstd. backward reads dy, x once and writes dx; dw is summed per block over the rows the
+// block owns and then over blocks in a fixed order, so it is the same in every run.
+#include "block_row.cuh"
+#include "host.h"
+#include "scratch.h"
+
+namespace te {
+namespace {
+
+// w as the dtype of x or FP32.
+template <typename T>
+struct Weight {
+  const void* p;
+  bool fp32;
+  __device__ __forceinline__ float operator()(int64_t c) const {
+    return fp32 ? static_cast<const float*>(p)[c] : Elem<T>::to_float(static_cast<const T*>(p)[c]);
+  }
+};
+
+template <typename T, int VECS, bool VEC>
+__global__ void __launch_bounds__(kRowThreads) rms_norm_forward_kernel(const T* x, int64_t stride, Weight<T> w, T* y, float* rstd, int C, float eps) {
+  __shared__ float sm[kRowThreads / 32];
+  const int64_t r = blockIdx.x;
+  const T* in = x + r * stride;
+  Vec8<T> v[VECS];
+  float sum = 0.f;
+#pragma unroll
+  for (int k = 0; k < VECS; ++k) v[k].template load_n<VEC>(in + row_column(k), C - row_column(k));
+#pragma unroll
+  for (int k = 0; k < VECS; ++k)
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum = fmaf(v[k].get(j), v[k].get(j), sum);
+  const float s = rsqrt_exact(block_sum(sum, sm) / C + eps);
+  if (threadIdx.x == 0) rstd[r] = s;
+#pragma unroll
+  for (int k = 0; k < VECS; ++k) {
+    const int c = row_column(k);
+    if (c >= C) break;
+    Vec8<T> out;
+#pragma unroll
+    for (int j = 0; j < 8; j += 2)
+      out.set2(j, c + j < C ? v[k].get(j) * s * w(c + j) : 0.f, c + j + 1 < C ? v[k].get(j + 1) * s * w(c + j + 1) : 0.f);
+    out.template store_n<VEC>(y + r * C + c, C - c);
+  }
+}
+
+// Rows blockIdx.x, blockIdx.x + gridDim.x, ...; partial[blockIdx.x, C] receives this block's share of dw.
+template <typename T, int VECS, bool VEC>
+__global__ void __launch_bounds__(kRowThreads) rms_norm_backward_kernel(const T* dy, int64_t dy_stride, const T* x, int64_t x_stride, Weight<T> w,
+                                                                        const float* rstd, T* dx, float* partial, int64_t R, int C) {
+  __shared__ float sm[kRowThreads / 32];
+  float dw[VECS][8];
+#pragma unroll
+  for (int k = 0; k < VECS; ++k)
+#pragma unroll
+    for (int j = 0; j < 8; ++j) dw[k][j] = 0.f;
+  for (int64_t r = blockIdx.x; r < R; r += gridDim.x) {
+    Vec8<T> g[VECS], v[VECS];
+#pragma unroll
+    for (int k = 0; k < VECS; ++k) {
+      g[k].template load_n<VEC>(dy + r * dy_stride + row_column(k), C - row_column(k));
+      v[k].template load_n<VEC>(x + r * x_stride + row_column(k), C - row_column(k));
+    }
+    const float s = rstd[r];
+    float dot = 0.f;
+#pragma unroll
+    for (int k = 0; k < VECS; ++k)
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int c = row_column(k) + j;
+        const float normalised = v[k].get(j) * s, grad = g[k].get(j);
+        dw[k][j] = fmaf(grad, normalised, dw[k][j]);
+        if (c < C) dot = fmaf(grad * w(c), normalised, dot);
+      }
+    const float mean = block_sum(dot, sm) / C;
+#pragma unroll
+    for (int k = 0; k < VECS; ++k) {
+      const int c = row_column(k);
+      if (c >= C) break;
+      Vec8<T> out;
+#pragma unroll
+      for (int j = 0; j < 8; j += 2) {
+        float d[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          d[h] = c + j + h < C ? s * (g[k].get(j + h) * w(c + j + h) - v[k].get(j + h) * s * mean) : 0.f;
+        out.set2(j, d[0], d[1]);
+      }
+      out.template store_n<VEC>(dx + r * C + c, C - c);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < VECS; ++k)
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      if (row_column(k) + j < C) partial[static_cast<int64_t>(blockIdx.x) * C + row_column(k) + j] = dw[k][j];
+}
+
+// dw[c] = sum of partial[b, c]: 32 columns a block, 8 rows of threads, summed in a fixed order.
+__global__ void sum_partials_kernel(const float* partial, int blocks, float* dw, int C) {
+  __shared__ float sm[8][33];
+  const int c = blockIdx.x * 32 + threadIdx.x;
+  float sum = 0.f;
+  if (c < C)
+    for (int b = threadIdx.y; b < blocks; b += 8) sum += partial[static_cast<int64_t>(b) * C + c];
+  sm[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y == 0 && c < C) {
+    float total = 0.f;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) total += sm[k][threadIdx.x];
+    dw[c] = total;
+  }
+}
+
+template <typename T>
+Weight<T> weight_of(const TensorView& w, const TensorView& x, int64_t C) {
+  check_shape(w, "w", {C});
+  check_contiguous(w, "w");
+  check_same_device(w, x, "w");
+  TE_CHECK(is_f32(w) || (w.dtype().code == x.dtype().code && w.dtype().bits == x.dtype().bits), "w must be float32 or have the dtype of x");
+  return {pointer<const void>(w), is_f32(w)};
+}
+
+void rms_norm_forward(TensorView x, TensorView w, TensorView y, TensorView rstd, double eps) {
+  const Launch l(x);
+  const Type type = float_type(x, "x");
+  const int64_t stride = row_stride(x, "x"), R = x.size(0), C = x.size(1);
+  check_row_width(C);
+  check_shape(y, "y", {R, C});
+  check_contiguous(y, "y");
+  TE_CHECK(float_type(y, "y") == type, "y must have the dtype of x");
+  check_f32(rstd, "rstd");
+  check_shape(rstd, "rstd", {R});
+  check_same_device(y, x, "y");
+  check_same_device(rstd, x, "rstd");
+  with_type(type, [&](auto tag) {
+    using T = decltype(tag);
+    const auto weight = weight_of<T>(w, x, C);
+    if (R == 0) return;
+    const T* in = pointer<const T>(x);
+    T* out = pointer<T>(y);
+    with_vectors<T>(C, aligned(in, 16) && aligned(out, 16) && stride * sizeof(T) % 16 == 0, [&](auto vecs, auto vec) {
+      rms_norm_forward_kernel<T, vecs.value, vec.value><<<static_cast<unsigned>(R), kRowThreads, 0, l.stream>>>(
+          in, stride, weight, out, pointer<float>(rstd), static_cast<int>(C), static_cast<float>(eps));
+    });
+  });
+  TE_LAUNCHED("rms_norm_forward");
+}
+
+void rms_norm_backward(TensorView dy, TensorView x, TensorView w, TensorView rstd, TensorView dx, TensorView dw) {
+  const Launch l(x);
+  const Type type = float_type(x, "x");
+  const int64_t stride = row_stride(x, "x"), dy_stride = row_stride(dy, "dy"), R = x.size(0), C = x.size(1);
+  check_row_width(C);
+  check_shape(dy, "dy", {R, C});
+  check_shape(dx, "dx", {R, C});
+  check_contiguous(dx, "dx");
+  TE_CHECK(float_type(dy, "dy") == type && float_type(dx, "dx") == type, "dy and dx must have the dtype of x");
+  check_f32(rstd, "rstd");
+  check_shape(rstd, "rstd", {R});
+  check_f32(dw, "dw");
+  check_shape(dw, "dw", {C});
+  for (const auto& [t, name] : {std::pair{dy, "dy"}, {dx, "dx"}, {rstd, "rstd"}, {dw, "dw"}}) check_same_device(t, x, name);
+  const int blocks = static_cast<int>(std::min<int64_t>(R, l.sms * 3));
+  with_type(type, [&](auto tag) {
+    using T = decltype(tag);
+    const auto weight = weight_of<T>(w, x, C);
+    if (R == 0) {
+      cudaMemsetAsync(dw.data_ptr(), 0, C * 4, l.stream);
+      return;
+    }
+    const Scratch partial(l.device(), l.stream, sizeof(float) * blocks * C);
+    const T *in = pointer<const T>(x), *grad = pointer<const T>(dy);
+    T* out = pointer<T>(dx);
+    const bool ok = aligned(in, 16) && aligned(grad, 16) && aligned(out, 16) && stride * sizeof(T) % 16 == 0 && dy_stride * sizeof(T) % 16 == 0;
+    with_vectors<T>(C, ok, [&](auto vecs, auto vec) {
+      rms_norm_backward_kernel<T, vecs.value, vec.value><<<blocks, kRowThreads, 0, l.stream>>>(
+          grad, dy_stride, in, stride, weight, pointer<const float>(rstd), out, partial.as<float>(), R, static_cast<int>(C));
+    });
+    sum_partials_kernel<<<static_cast<unsigned>(ceil_div(C, 32)), dim3(32, 8), 0, l.stream>>>(partial.as<float>(), blocks, pointer<float>(dw),
+                                                                                               static_cast<int>(C));
+  });
+  TE_LAUNCHED("rms_norm_backward");
+}
+
+}  // namespace
+}  // namespace te
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_forward, te::rms_norm_forward);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_backward, te::rms_norm_backward);

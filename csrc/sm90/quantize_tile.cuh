@@ -1,0 +1,427 @@
+// Quantise one 128 x 128 tile held in registers: row-major copy, transposed copy, scales of both and statistics from one read.
+//
+// 256 threads. Thread (lane l, warp w) holds rows rg*8 .. rg*8+7, columns cg*8 .. cg*8+7 with cg = l % 16, rg = 2w + l / 16:
+// a half-warp reads and writes whole 128-column rows, and eight rows of a column sit in one thread, so the transposed copy
+// is packed in registers and needs shared memory once (8-byte writes, 16-byte reads, both without bank conflicts).
+//
+// Where the values come from is the Source of the kernels at the end (a plain tensor, or the output of another op that then
+// never exists in memory). A Source has `type`, `kPair`, `kFused` and `load`; see quantize.cuh and fused.cuh.
+#pragma once
+#include "numeric.cuh"
+
+namespace te {
+
+constexpr int kTile = 128;
+constexpr int kQuantThreads = 256;
+
+// What the scales are made from. kGiven: one scale for the tensor (from stats[0], or the caller's for delayed scaling);
+// kAmaxArrays: row and column amax were found by an earlier pass; the others find their own in the tile.
+enum QuantMode : int { kGiven = 0, kAmaxArrays = 1, kMode1x128 = 2, kMode128x128 = 3, kModeMx = 4 };
+
+struct QuantArgs {
+  int64_t R, C;             // shape of the row-major copy
+  uint8_t* data;            // [R, C]
+  uint8_t* data_t;          // [C, R], only with TR
+  void* scale_inv;          // by mode, see docs of quantize
+  void* scale_inv_t;
+  float* stats;             // [2]: amax, non-finite count
+  const float* scale;       // kGiven: the caller's scale; null: from stats[0]
+  const uint32_t* row_amax; // kAmaxArrays, FP32 bits, [R]
+  const uint32_t* col_amax; // kAmaxArrays with TR, [C]
+  bool pow2;
+  bool write_stats;
+  bool vec;    // 8-byte stores of data are aligned
+  bool vec_t;  // 16-byte stores of data_t are aligned
+};
+
+template <typename T, int MODE, bool TR>
+struct QuantSmem {
+  static constexpr bool kColAmax = TR && (MODE == kMode1x128 || MODE == kModeMx);
+  static constexpr int kColScales = !TR ? 1 : MODE == kModeMx ? 4 * kTile : kTile;
+  uint4 tile[TR ? kTile * kTile / 16 : 1];
+  uint32_t col_amax[kColAmax ? 16 * kTile / Elem<T>::kPer : 1];
+  float col_scale[kColScales];
+  uint32_t warp_amax[8];
+};
+
+__device__ __forceinline__ void transpose4x4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t (&o)[4]) {
+  const uint32_t t0 = __byte_perm(a, b, 0x5140), t1 = __byte_perm(a, b, 0x7362);
+  const uint32_t t2 = __byte_perm(c, d, 0x5140), t3 = __byte_perm(c, d, 0x7362);
+  o[0] = __byte_perm(t0, t2, 0x5410), o[1] = __byte_perm(t0, t2, 0x7632);
+  o[2] = __byte_perm(t1, t3, 0x5410), o[3] = __byte_perm(t1, t3, 0x7632);
+}
+
+// Value number i % 4. By bits: a chain of comparisons is compiled into an array in local memory.
+__device__ __forceinline__ uint32_t select4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int i) {
+  const uint32_t low = i & 1 ? b : a, high = i & 1 ? d : c;
+  return i & 2 ? high : low;
+}
+
+__device__ __forceinline__ void store_bytes(uint8_t* p, uint64_t bytes, int64_t n, bool vec) {
+  if (n >= 8 && vec) {
+    *reinterpret_cast<uint2*>(p) = make_uint2(static_cast<uint32_t>(bytes), static_cast<uint32_t>(bytes >> 32));
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      if (j < n) p[j] = static_cast<uint8_t>(bytes >> (8 * j));
+  }
+}
+
+// Adds a warp's amax (FP32 bits) and its non-finite count to stats. A plain look first keeps most warps off the atomic.
+__device__ __forceinline__ void add_stats(float* stats, uint32_t warp_amax_bits, int nonfinite, int lane) {
+  uint32_t* slot = reinterpret_cast<uint32_t*>(stats);
+  if (lane == 0 && warp_amax_bits > *reinterpret_cast<volatile uint32_t*>(slot)) atomicMax(slot, warp_amax_bits);
+  if (warp_amax_bits >= kFloatInf) {
+    const int count = __reduce_add_sync(0xffffffffu, nonfinite);
+    if (lane == 0) atomicAdd(stats + 1, static_cast<float>(count));
+  }
+}
+
+// Number of infinities and NaNs of a tile part; only called when the amax says there are some.
+template <typename T>
+__device__ __forceinline__ int count_nonfinite(const Vec8<T> (&v)[8]) {
+  int n = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+#pragma unroll
+    for (int k = 0; k < Elem<T>::kWords; ++k) {
+      const uint32_t m = abs_word<T>(v[i].w[k]);
+      if constexpr (Elem<T>::kPer == 2) n += ((m & 0xffff) >= Elem<T>::kInf) + ((m >> 16) >= Elem<T>::kInf);
+      else n += m >= Elem<T>::kInf;
+    }
+  return n;
+}
+
+template <typename T, int FMT, int MODE, bool TR>
+__device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const QuantArgs& q, int64_t row0, int64_t col0,
+                                              QuantSmem<T, MODE, TR>& sm) {
+  using E = Elem<T>;
+  constexpr int kWords = E::kWords;
+  constexpr float kLimit = kFormatMax<FMT>;
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const int cg = lane & 15, rg = warp * 2 + (lane >> 4);
+  const int64_t row = row0 + rg * 8, col = col0 + cg * 8;
+
+  // Magnitudes: columns of this thread (8 rows each), and through them the thread's maximum.
+  uint32_t column[kWords];
+#pragma unroll
+  for (int k = 0; k < kWords; ++k) {
+    column[k] = abs_word<T>(v[0].w[k]);
+#pragma unroll
+    for (int i = 1; i < 8; ++i) column[k] = max_word<T>(column[k], abs_word<T>(v[i].w[k]));
+  }
+  uint32_t warp_amax = 0;
+  if (MODE == kMode128x128 || q.write_stats) {
+    uint32_t m = column[0];
+#pragma unroll
+    for (int k = 1; k < kWords; ++k) m = max_word<T>(m, column[k]);
+    warp_amax = E::magnitude_to_float_bits(__reduce_max_sync(0xffffffffu, fold_word<T>(m)));
+    if (q.write_stats) add_stats(q.stats, warp_amax, warp_amax >= kFloatInf ? count_nonfinite<T>(v) : 0, lane);
+  }
+
+  // Row scales: row_scale[i] of row + i.
+  float row_scale[8];
+  if constexpr (MODE == kGiven) {
+    Scale s;
+    if (q.scale) {
+      s.scale = *q.scale;
+      s.inv = __fdiv_rn(1.f, s.scale);
+    } else {
+      s = scale_from_amax(reinterpret_cast<const uint32_t*>(q.stats)[0], kLimit, q.pow2);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) row_scale[i] = s.scale;
+    if (row0 == 0 && col0 == 0 && tid == 0) {
+      static_cast<float*>(q.scale_inv)[0] = s.inv;
+      if constexpr (TR) static_cast<float*>(q.scale_inv_t)[0] = s.inv;
+    }
+  } else if constexpr (MODE == kAmaxArrays) {
+    const int64_t r = row + (lane & 7);
+    const float mine = scale_from_amax(r < q.R ? q.row_amax[r] : 0, kLimit, q.pow2).scale;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) row_scale[i] = __shfl_sync(0xffffffffu, mine, (lane & 16) | i);
+  } else if constexpr (MODE == kMode128x128) {
+    if (lane == 0) sm.warp_amax[warp] = warp_amax;
+    __syncthreads();
+    uint32_t block = 0;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) block = max(block, sm.warp_amax[k]);
+    const Scale s = scale_from_amax(block, kLimit, q.pow2);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) row_scale[i] = s.scale;
+    if (tid == 0) {
+      const int64_t rb = row0 / kTile, cb = col0 / kTile;
+      static_cast<float*>(q.scale_inv)[rb * ((q.C + kTile - 1) / kTile) + cb] = s.inv;
+      if constexpr (TR) static_cast<float*>(q.scale_inv_t)[cb * ((q.R + kTile - 1) / kTile) + rb] = s.inv;
+    }
+  } else {  // 1x128 or MX: maxima of rows over 16 or 4 lanes, two rows in a word for 16-bit types
+    constexpr int kWidth = MODE == kModeMx ? 4 : 16;
+    uint32_t m[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      m[i] = abs_word<T>(v[i].w[0]);
+#pragma unroll
+      for (int k = 1; k < kWords; ++k) m[i] = max_word<T>(m[i], abs_word<T>(v[i].w[k]));
+      m[i] = fold_word<T>(m[i]);
+    }
+    if constexpr (E::kPer == 2) {
+      uint32_t pair[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        pair[i] = m[2 * i] | (m[2 * i + 1] << 16);
+#pragma unroll
+        for (int d = kWidth / 2; d; d >>= 1) pair[i] = __vmaxu2(pair[i], __shfl_xor_sync(0xffffffffu, pair[i], d));
+        m[2 * i] = pair[i] & 0xffff;
+        m[2 * i + 1] = pair[i] >> 16;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+#pragma unroll
+        for (int d = kWidth / 2; d; d >>= 1) m[i] = max(m[i], __shfl_xor_sync(0xffffffffu, m[i], d));
+    }
+    if constexpr (MODE == kMode1x128) {  // lane k of a half-warp makes the scale of row k
+      const uint32_t own = lane & 4 ? select4(m[4], m[5], m[6], m[7], lane) : select4(m[0], m[1], m[2], m[3], lane);
+      const Scale s = scale_from_amax(E::magnitude_to_float_bits(own), kLimit, q.pow2);
+      const int64_t r = row + (lane & 7);
+      if (cg < 8 && r < q.R) static_cast<float*>(q.scale_inv)[r * ((q.C + kTile - 1) / kTile) + col0 / kTile] = s.inv;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) row_scale[i] = __shfl_sync(0xffffffffu, s.scale, (lane & 16) | i);
+    } else {  // lane k of four makes the scales of rows k and k + 4
+      const int k4 = lane & 3;
+      const uint32_t own0 = select4(m[0], m[1], m[2], m[3], lane);
+      const uint32_t own1 = select4(m[4], m[5], m[6], m[7], lane);
+      const Scale s0 = scale_from_amax(E::magnitude_to_float_bits(own0), kLimit, true);
+      const Scale s1 = scale_from_amax(E::magnitude_to_float_bits(own1), kLimit, true);
+      const int64_t blocks = (q.C + 31) / 32, b = col / 32;
+      uint8_t* out = static_cast<uint8_t*>(q.scale_inv);
+      if (b < blocks && row + k4 < q.R) out[(row + k4) * blocks + b] = e8m0_from_scale_inv(s0.inv);
+      if (b < blocks && row + k4 + 4 < q.R) out[(row + k4 + 4) * blocks + b] = e8m0_from_scale_inv(s1.inv);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) row_scale[i] = __shfl_sync(0xffffffffu, i < 4 ? s0.scale : s1.scale, (lane & ~3) | (i & 3));
+    }
+  }
+
+  // Column scales of the transposed copy, where they are not the row scales.
+  if constexpr (TR && MODE == kAmaxArrays) {
+    if (tid < kTile) {
+      const int64_t c = col0 + tid;
+      sm.col_scale[tid] = scale_from_amax(c < q.C ? q.col_amax[c] : 0, kLimit, q.pow2).scale;
+    }
+    __syncthreads();
+  }
+  if constexpr (QuantSmem<T, MODE, TR>::kColAmax) {
+    constexpr int kRowWords = kTile / E::kPer;  // words of the column maxima of one row group
+#pragma unroll
+    for (int k = 0; k < kWords; ++k) sm.col_amax[rg * kRowWords + cg * kWords + k] = column[k];
+    __syncthreads();
+    constexpr int kParts = MODE == kModeMx ? 4 : 1;  // scale blocks along the 128 rows
+    constexpr int kGroups = 16 / kParts;
+    for (int u = tid; u < kRowWords * kParts; u += kQuantThreads) {
+      const int word = u % kRowWords, part = u / kRowWords;
+      uint32_t m = 0;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) m = max_word<T>(m, sm.col_amax[(part * kGroups + g) * kRowWords + word]);
+#pragma unroll
+      for (int h = 0; h < E::kPer; ++h) {
+        const uint32_t magnitude = E::kPer == 2 ? (m >> (16 * h)) & 0xffff : m;
+        const Scale s = scale_from_amax(E::magnitude_to_float_bits(magnitude), kLimit, MODE == kModeMx || q.pow2);
+        const int c = word * E::kPer + h;
+        sm.col_scale[part * kTile + c] = s.scale;
+        if (col0 + c < q.C) {
+          if constexpr (MODE == kModeMx) {
+            const int64_t blocks = (q.R + 31) / 32, b = row0 / 32 + part;
+            if (b < blocks) static_cast<uint8_t*>(q.scale_inv_t)[(col0 + c) * blocks + b] = e8m0_from_scale_inv(s.inv);
+          } else {
+            static_cast<float*>(q.scale_inv_t)[(col0 + c) * ((q.R + kTile - 1) / kTile) + row0 / kTile] = s.inv;
+          }
+        }
+      }
+    }
+    __syncthreads();
+  }
+
+  // Row-major copy.
+  uint32_t bytes[8][2];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float s = row_scale[i];
+    bytes[i][0] = cast4<FMT>(v[i].get(0) * s, v[i].get(1) * s, v[i].get(2) * s, v[i].get(3) * s);
+    bytes[i][1] = cast4<FMT>(v[i].get(4) * s, v[i].get(5) * s, v[i].get(6) * s, v[i].get(7) * s);
+    if (row + i < q.R)
+      store_bytes(q.data + (row + i) * q.C + col, bytes[i][0] | (static_cast<uint64_t>(bytes[i][1]) << 32), q.C - col, q.vec);
+  }
+  if constexpr (!TR) return;
+
+  // Transposed copy: eight bytes of a column a thread, through shared memory. The 8-byte chunk k of column c lies at
+  // k ^ (c / 8 % 16).
+  uint2* tile = reinterpret_cast<uint2*>(sm.tile);
+  constexpr bool kSameScale = MODE == kGiven || MODE == kMode128x128;
+  if constexpr (kSameScale) {
+    uint32_t upper[4], lower[4];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      transpose4x4(bytes[0][h], bytes[1][h], bytes[2][h], bytes[3][h], upper);
+      transpose4x4(bytes[4][h], bytes[5][h], bytes[6][h], bytes[7][h], lower);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) tile[(cg * 8 + h * 4 + j) * 16 + (rg ^ cg)] = make_uint2(upper[j], lower[j]);
+    }
+  } else {
+    const float* scales = sm.col_scale + (MODE == kModeMx ? (rg / 4) * kTile : 0) + cg * 8;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float s = scales[j];
+      tile[(cg * 8 + j) * 16 + (rg ^ cg)] =
+          make_uint2(cast4<FMT>(v[0].get(j) * s, v[1].get(j) * s, v[2].get(j) * s, v[3].get(j) * s),
+                     cast4<FMT>(v[4].get(j) * s, v[5].get(j) * s, v[6].get(j) * s, v[7].get(j) * s));
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < kTile * kTile / 16 / kQuantThreads; ++k) {
+    const int u = k * kQuantThreads + tid, c = u >> 3, pair = u & 7, flip = (c >> 3) & 15;
+    uint4 w = sm.tile[c * 8 + (pair ^ (flip >> 1))];
+    if (flip & 1) w = make_uint4(w.z, w.w, w.x, w.y);
+    if (col0 + c < q.C) {
+      uint8_t* out = q.data_t + (col0 + c) * q.R + row0 + pair * 16;
+      const int64_t n = q.R - (row0 + pair * 16);
+      if (n >= 16 && q.vec_t) {
+        *reinterpret_cast<uint4*>(out) = w;
+      } else {
+        store_bytes(out, w.x | (static_cast<uint64_t>(w.y) << 32), n, false);
+        store_bytes(out + 8, w.z | (static_cast<uint64_t>(w.w) << 32), n - 8, false);
+      }
+    }
+  }
+}
+
+// ---- Kernels over a Source -----------------------------------------------------------------------------------------
+
+template <class Source>
+__device__ __forceinline__ void load_tile(const Source& source, int64_t row0, int64_t col0, int64_t R, int64_t C,
+                                          Vec8<typename Source::type> (&v)[8], Vec8<typename Source::type> (&second)[8]) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int64_t row = row0 + (warp * 2 + (lane >> 4)) * 8, col = col0 + (lane & 15) * 8;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if constexpr (Source::kPair) {
+      if (row + i < R) source.load(row + i, col, C - col, v[i], second[i]);
+      else v[i].zero(), second[i].zero();
+    } else {
+      if (row + i < R) source.load(row + i, col, C - col, v[i]);
+      else v[i].zero();
+    }
+  }
+}
+
+template <class Source>
+constexpr int kQuantBlocks = sizeof(typename Source::type) == 4 || Source::kPair ? 2 : 3;
+
+// One tile a block, or two (kPair: tensors of two halves [R, 2W] whose halves come from the same inputs; then the second tile lies
+// W columns further). `reverse` walks the tensor from its end: the second pass of current scaling starts with what the first
+// pass left in L2.
+template <class Source, int FMT, int MODE, bool TR>
+__global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
+    quantize_kernel(const __grid_constant__ Source source, const __grid_constant__ QuantArgs q, bool reverse) {
+  using T = typename Source::type;
+  __shared__ QuantSmem<T, MODE, TR> sm;
+  const int64_t width = Source::kPair ? q.C / 2 : q.C;
+  const int64_t tiles_c = (width + kTile - 1) / kTile;
+  const int64_t index = reverse ? static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x : blockIdx.x;
+  const int64_t row0 = index / tiles_c * kTile, col0 = index % tiles_c * kTile;
+  Vec8<T> v[8], second[8];
+  load_tile(source, row0, col0, q.R, width, v, second);
+  quantize_tile<T, FMT, MODE, TR>(v, q, row0, col0, sm);
+  if constexpr (Source::kPair) {
+    __syncthreads();
+    quantize_tile<T, FMT, MODE, TR>(second, q, row0, col0 + width, sm);
+  }
+}
+
+// Maxima of one tile: returns the thread's largest magnitude, counts non-finite values, and adds to row_amax and col_amax.
+template <typename T>
+__device__ __forceinline__ uint32_t tile_amax(const Vec8<T> (&v)[8], int64_t row0, int64_t col0, int64_t R, int64_t C, uint32_t* row_amax,
+                                              uint32_t* col_amax, uint32_t (&sm)[16][kTile / Elem<T>::kPer], int& nonfinite) {
+  using E = Elem<T>;
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, cg = lane & 15, rg = warp * 2 + (lane >> 4);
+  uint32_t column[E::kWords];
+#pragma unroll
+  for (int k = 0; k < E::kWords; ++k) {
+    column[k] = abs_word<T>(v[0].w[k]);
+#pragma unroll
+    for (int i = 1; i < 8; ++i) column[k] = max_word<T>(column[k], abs_word<T>(v[i].w[k]));
+  }
+  uint32_t m = column[0];
+#pragma unroll
+  for (int k = 1; k < E::kWords; ++k) m = max_word<T>(m, column[k]);
+  m = fold_word<T>(m);
+  if (m >= E::kInf) nonfinite += count_nonfinite<T>(v);
+  if (row_amax) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      uint32_t r = abs_word<T>(v[i].w[0]);
+#pragma unroll
+      for (int k = 1; k < E::kWords; ++k) r = max_word<T>(r, abs_word<T>(v[i].w[k]));
+      r = fold_word<T>(r);
+#pragma unroll
+      for (int d = 8; d; d >>= 1) r = max(r, __shfl_xor_sync(0xffffffffu, r, d));
+      if (cg == i && row0 + rg * 8 + i < R) atomicMax(row_amax + row0 + rg * 8 + i, E::magnitude_to_float_bits(r));
+    }
+  }
+  if (col_amax) {
+#pragma unroll
+    for (int k = 0; k < E::kWords; ++k) sm[rg][cg * E::kWords + k] = column[k];
+    __syncthreads();
+    if (tid < kTile / E::kPer) {
+      uint32_t c = 0;
+#pragma unroll
+      for (int g = 0; g < 16; ++g) c = max_word<T>(c, sm[g][tid]);
+#pragma unroll
+      for (int h = 0; h < E::kPer; ++h) {
+        const int64_t at = col0 + tid * E::kPer + h;
+        if (at < C) atomicMax(col_amax + at, E::magnitude_to_float_bits(E::kPer == 2 ? (c >> (16 * h)) & 0xffff : c));
+      }
+    }
+    __syncthreads();
+  }
+  return m;
+}
+
+// amax of the tensor into stats, of rows into row_amax and of columns into col_amax (each may be null), as FP32 bits that
+// the caller zeroed. Persistent.
+template <class Source>
+__global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
+    amax_kernel(const __grid_constant__ Source source, int64_t R, int64_t C, float* stats, uint32_t* row_amax, uint32_t* col_amax) {
+  using T = typename Source::type;
+  __shared__ uint32_t sm[16][kTile / Elem<T>::kPer];
+  const int64_t width = Source::kPair ? C / 2 : C;
+  const int64_t tiles_c = (width + kTile - 1) / kTile, tiles = tiles_c * ((R + kTile - 1) / kTile);
+  uint32_t amax = 0;
+  int nonfinite = 0;
+  for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
+    const int64_t row0 = index / tiles_c * kTile, col0 = index % tiles_c * kTile;
+    Vec8<T> v[8], second[8];
+    load_tile(source, row0, col0, R, width, v, second);
+    amax = max(amax, tile_amax<T>(v, row0, col0, R, width, row_amax, col_amax, sm, nonfinite));
+    if constexpr (Source::kPair) amax = max(amax, tile_amax<T>(second, row0, col0 + width, R, C, row_amax, col_amax, sm, nonfinite));
+  }
+  add_stats(stats, Elem<T>::magnitude_to_float_bits(__reduce_max_sync(0xffffffffu, amax)), nonfinite, threadIdx.x & 31);
+}
+
+// Turns amax bits into scale_inv in place, after the cast that needed them.
+template <int FMT>
+__global__ void finish_scales_kernel(uint32_t* a, int64_t na, uint32_t* b, int64_t nb, bool pow2) {
+  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  uint32_t* p = i < na ? a + i : i < na + nb ? b + (i - na) : nullptr;
+  if (p) *reinterpret_cast<float*>(p) = scale_from_amax(*p, kFormatMax<FMT>, pow2).inv;
+}
+
+// scale_inv of what has no values: 1, or the inverse of the given scale.
+template <int = 0>
+__global__ void empty_scales_kernel(const float* scale, float* a, int64_t na, float* b, int64_t nb) {
+  const float v = scale ? __fdiv_rn(1.f, *scale) : 1.f;
+  for (int64_t i = threadIdx.x; i < na; i += blockDim.x) a[i] = v;
+  for (int64_t i = threadIdx.x; i < nb; i += blockDim.x) b[i] = v;
+}
+
+}  // namespace te

@@ -1,0 +1,42 @@
+// TMA descriptors of row-major matrices, made on the host at each call (about a microsecond) and passed by value.
+#pragma once
+#include <cuda.h>
+
+#include "host.h"
+
+namespace te {
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's function, without linking libcuda.
+inline EncodeTiled encode_tiled() {
+  static const EncodeTiled function = [] {
+    void* p = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &p, 12000, cudaEnableDefault, &result);
+    if (status != cudaSuccess || result != cudaDriverEntryPointSuccess)
+      TVM_FFI_THROW(RuntimeError) << "this CUDA driver has no cuTensorMapEncodeTiled; version 12.0 or later is needed";
+    return reinterpret_cast<EncodeTiled>(p);
+  }();
+  return function;
+}
+
+// rows x row_bytes at p, `pitch` bytes apart; boxes of box_rows x 128 bytes with the 128-byte swizzle; zeros outside.
+// element_bytes 1 (FP8) or 2 (BF16): the unit of the innermost coordinate.
+inline CUtensorMap tensor_map(const void* p, int64_t rows, int64_t row_bytes, int64_t pitch, int box_rows, int element_bytes, const char* name) {
+  TE_CHECK(aligned(p, 16) && pitch % 16 == 0, name << " must start on 16 bytes and its rows be a multiple of 16 bytes (rows of " << pitch << ")");
+  CUtensorMap map;
+  const cuuint64_t dims[2] = {static_cast<cuuint64_t>(row_bytes / element_bytes), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(pitch)};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(128 / element_bytes), static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t steps[2] = {1, 1};
+  const CUresult result = encode_tiled()(&map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
+                                         const_cast<void*>(p), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  TE_CHECK(result == CUDA_SUCCESS, name << " cannot be described to the copy engine (driver code " << static_cast<int>(result) << ", " << rows << " rows of "
+                                        << row_bytes << " bytes, pitch " << pitch << ")");
+  return map;
+}
+
+}  // namespace te

@@ -1,0 +1,59 @@
+"""Calls into the sm90 library with torch tensors, for the tests: outputs are allocated here and poisoned first."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from te_plugin import ffi, numerics
+
+from . import reference
+
+try:
+    import torch
+except ImportError:  # the machine that checks the SASS needs no torch
+    torch = None
+
+
+def reason_to_skip() -> str | None:
+    if torch is None:
+        return "torch is not installed"
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if torch.cuda.get_device_capability() != (9, 0):
+        return "the device is not Hopper (compute capability 9.0)"
+    return None
+
+
+def call(name: str, *args) -> None:
+    ffi.function("sm90", name)(*args)
+
+
+def cuda(array: np.ndarray, dtype=None):
+    t = torch.from_numpy(np.ascontiguousarray(array)).cuda()
+    return t if dtype is None else t.to(dtype)
+
+
+def poisoned(shape, dtype):
+    t = torch.empty(shape, dtype=dtype, device="cuda")
+    return t.fill_(0xA5 if dtype == torch.uint8 else float("nan"))
+
+
+def scale_buffer(granularity: str, rows: int, cols: int):
+    return poisoned(reference.scale_shape(granularity, rows, cols), torch.uint8 if granularity == "mx" else torch.float32)
+
+
+def quantize(x, granularity: str, fmt=numerics.E4M3, pow2: bool = False, transpose: bool = False):
+    """Returns a dict of NumPy arrays: data, scale_inv, stats and, with transpose, data_t, scale_inv_t."""
+    rows, cols = x.shape
+    out = {"data": poisoned((rows, cols), torch.uint8), "scale_inv": scale_buffer(granularity, rows, cols)}
+    if transpose:
+        out |= {"data_t": poisoned((cols, rows), torch.uint8), "scale_inv_t": scale_buffer(granularity, cols, rows)}
+    out["stats"] = poisoned((2,), torch.float32)
+    call("quantize_transpose" if transpose else "quantize", x, *out.values(), numerics.GRANULARITY_CODE[granularity], fmt.code, int(pow2))
+    return {k: v.cpu().numpy() for k, v in out.items()}
+
+
+def quantized(x: np.ndarray, granularity: str, fmt=numerics.E4M3):
+    """(codes, scale_inv) on the device and the float64 values they stand for, made by the reference."""
+    codes, scale_inv = reference.quantize(x.astype(np.float32), granularity, fmt)
+    return cuda(codes), cuda(scale_inv), reference.dequantize(codes, scale_inv, granularity, fmt)

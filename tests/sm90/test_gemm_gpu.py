@@ -1,0 +1,161 @@
+"""Dense and grouped GEMM against float64 products of the values that the FP8 codes and scales stand for."""
+
+import numpy as np
+import pytest
+
+from te_plugin.numerics import E4M3, E5M2
+
+from . import gpu, reference
+
+torch = gpu.torch
+pytestmark = pytest.mark.gpu
+
+# FP8 products are exact and summed in FP32 every 128 values; inside, the tensor cores keep about 14 bits.
+SUM_BOUND = 2e-3
+BF16_BOUND = 4e-3
+KINDS = {"tensor": (0, "tensor", "tensor"), "row": (1, "row", "row"), "block": (2, "block_1x128", "block_128x128"), "block_ab": (3, "block_1x128", "block_1x128")}
+SHAPES = [(128, 256, 128), (256, 256, 512), (1, 128, 64), (100, 130, 160), (513, 384, 400), (300, 1000, 2064), (1000, 512, 1024)]
+
+
+def rough(rows, cols, seed):
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((rows, cols)) * np.exp(rng.standard_normal((rows, 1))) * np.exp(rng.standard_normal((1, cols)) * 0.5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("m,n,k", SHAPES)
+def test_dense_fp8(kind, m, n, k):
+    code, grain_a, grain_b = KINDS[kind]
+    for fmt in (E4M3, E5M2) if code < 2 else (E4M3,):
+        a, scale_a, a64 = gpu.quantized(rough(m, k, 1), grain_a, fmt)
+        b, scale_b, b64 = gpu.quantized(rough(n, k, 2), grain_b, E4M3)
+        want = a64 @ b64.T
+        for dtype, accumulate in ((torch.bfloat16, 0), (torch.float32, 0), (torch.float32, 1)):
+            c = gpu.poisoned((m, n), dtype) if not accumulate else torch.full((m, n), 0.5, device="cuda")
+            gpu.call("gemm_fp8", a, b, scale_a, scale_b, c, fmt.code, E4M3.code, code, accumulate)
+            limit = BF16_BOUND if dtype == torch.bfloat16 else SUM_BOUND
+            assert reference.relative_error(c.double().cpu(), want + 0.5 * accumulate) < limit, (fmt.name, dtype, accumulate)
+
+
+@pytest.mark.parametrize("m,n,k", SHAPES + [(40, 64, 72)])
+def test_dense_bf16(m, n, k):
+    a, b = gpu.cuda(rough(m, k, 3)).bfloat16(), gpu.cuda(rough(n, k, 4)).bfloat16()
+    want = a.double().cpu().numpy() @ b.double().cpu().numpy().T
+    for dtype in (torch.bfloat16, torch.float32):
+        c = gpu.poisoned((m, n), dtype)
+        gpu.call("gemm_bf16", a, b, c, 0)
+        assert reference.relative_error(c.double().cpu(), want) < (BF16_BOUND if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_long_sums_do_not_drift():
+    """All products positive: a sum kept in 14 bits over K = 16384 would lose digits that FP32 sums keep."""
+    rng = np.random.default_rng(5)
+    a, scale_a, a64 = gpu.quantized(rng.uniform(0.5, 1, (256, 16384)), "tensor")
+    b, scale_b, b64 = gpu.quantized(rng.uniform(0.5, 1, (256, 16384)), "tensor")
+    c = gpu.poisoned((256, 256), torch.float32)
+    gpu.call("gemm_fp8", a, b, scale_a, scale_b, c, 0, 0, 0, 0)
+    assert reference.relative_error(c.double().cpu(), a64 @ b64.T) < 5e-4
+
+
+SPLITS = [[100, 0, 300, 7], [0, 0, 512, 0], [512], [1] * 40, [128, 256, 128], [37, 0, 0, 61], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+@pytest.mark.parametrize("kind", ["bf16", "tensor", "row", "block"])
+def test_grouped_rows(kind, sizes, dtype):
+    groups, n, k, surplus = len(sizes), 136, 192, 21
+    m = sum(sizes) + surplus
+    x, w = rough(m, k, 6), rough(groups * n, k, 7)
+    device_sizes = gpu.cuda(np.array(sizes, dtype))
+    starts = np.cumsum([0, *sizes])
+    if kind == "bf16":
+        a, b = gpu.cuda(x).bfloat16(), gpu.cuda(w).bfloat16().view(groups, n, k)
+        a64, b64 = a.double().cpu().numpy(), b.double().cpu().numpy()
+    else:
+        code, grain_a, grain_b = KINDS[kind]
+        a, scale_a, a64 = gpu.quantized(x, grain_a)
+        parts = [gpu.quantized(w[e * n : (e + 1) * n], grain_b) for e in range(groups)]
+        b, b64 = torch.stack([p[0] for p in parts]), np.stack([p[2] for p in parts])
+        scale_b = torch.stack([p[1] for p in parts]).contiguous()
+        if kind == "tensor":
+            scale_b = scale_b.view(groups)
+    want = np.zeros((m, n))
+    for e in range(groups):
+        want[starts[e] : starts[e + 1]] = a64[starts[e] : starts[e + 1]] @ b64[e].T
+    for out in (torch.bfloat16, torch.float32):
+        c = gpu.poisoned((m, n), out)
+        if kind == "bf16":
+            a[starts[-1] :] = float("nan")  # surplus rows never matter
+            gpu.call("grouped_gemm", a, b, device_sizes, c)
+        else:
+            a[starts[-1] :] = 0x7F
+            gpu.call("grouped_gemm_fp8", a, b, scale_a, scale_b, device_sizes, c, 0, 0, code)
+        assert reference.relative_error(c.double().cpu(), want) < (BF16_BOUND if out == torch.bfloat16 else SUM_BOUND)
+        assert not c[starts[-1] :].any()
+
+
+@pytest.mark.parametrize("sizes", SPLITS + [[128, 0, 384], [5, 300, 1000, 0, 30]], ids=str)
+@pytest.mark.parametrize("kind", ["bf16", "tensor", "row", "block_ab"])
+def test_grouped_wgrad(kind, sizes):
+    groups, n, k = len(sizes), 136, 264
+    m = -(-(sum(sizes) + 9) // 16) * 16
+    dy, x = rough(m, n, 8), rough(m, k, 9)
+    starts = np.cumsum([0, *sizes])
+    device_sizes = gpu.cuda(np.array(sizes, np.int32))
+    if kind == "bf16":
+        a, b = gpu.cuda(dy).bfloat16(), gpu.cuda(x).bfloat16()
+        a64, b64 = a.double().cpu().numpy().T, b.double().cpu().numpy().T
+        a[starts[-1] :] = float("nan")
+    else:
+        code, grain, _ = KINDS[kind]
+        a, scale_a, a64 = gpu.quantized(dy.T, grain, E4M3)
+        b, scale_b, b64 = gpu.quantized(x.T, grain)
+        a[:, starts[-1] :] = 0x7F
+        b[:, starts[-1] :] = 0x7F
+    want = np.stack([a64[:, starts[e] : starts[e + 1]] @ b64[:, starts[e] : starts[e + 1]].T for e in range(groups)])
+    for accumulate in (0, 1):
+        dw = gpu.poisoned((groups, n, k), torch.float32) if not accumulate else torch.full((groups, n, k), 2.0, device="cuda")
+        if kind == "bf16":
+            gpu.call("grouped_gemm_wgrad", a, b, device_sizes, dw, accumulate)
+        else:
+            gpu.call("grouped_gemm_fp8_wgrad", a, b, scale_a, scale_b, device_sizes, dw, 0, 0, code, accumulate)
+        got = dw.double().cpu().numpy()
+        for e in range(groups):
+            if sizes[e] == 0:
+                assert (got[e] == 2.0 * accumulate).all()
+        assert reference.relative_error(got, want + 2.0 * accumulate) < SUM_BOUND
+
+
+def test_wrong_group_sizes_stay_inside_the_tensors():
+    """Sizes are device data and cannot raise; too large or negative ones are cut, nothing is written outside."""
+    a, b = torch.randn(64, 64, device="cuda").bfloat16(), torch.randn(3, 128, 64, device="cuda").bfloat16()
+    for sizes in ([50, 50, 50], [-5, 64, 0], [2**31 - 1, 2**31 - 1, 1]):
+        c = gpu.poisoned((64, 128), torch.bfloat16)
+        gpu.call("grouped_gemm", a, b, torch.tensor(sizes, device="cuda"), c)
+        assert torch.isfinite(c).all()
+
+
+def test_gemm_replays_in_a_cuda_graph():
+    a, scale_a, _ = gpu.quantized(rough(300, 256, 10), "block_1x128")
+    b, scale_b, _ = gpu.quantized(rough(256, 256, 11), "block_128x128")
+    c = gpu.poisoned((300, 256), torch.bfloat16)
+    gpu.call("gemm_fp8", a, b, scale_a, scale_b, c, 0, 0, 2, 0)
+    want, graph = c.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gpu.call("gemm_fp8", a, b, scale_a, scale_b, c, 0, 0, 2, 0)
+    c.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(c, want)
+
+
+def test_bad_calls_raise_before_any_launch():
+    a, b = torch.zeros(64, 128, dtype=torch.uint8, device="cuda"), torch.zeros(32, 128, dtype=torch.uint8, device="cuda")
+    s, c = torch.ones(1, device="cuda"), gpu.poisoned((64, 32), torch.bfloat16)
+    for args, word in (((a, b, s, s, c, 0, 0, 0, 1), "accumulat"), ((a, b, s, s, c, 0, 1, 0, 0), "formats"), ((a, b, s, s, c, 0, 0, 1, 0), "scale_a"),
+                       ((a[:, :120].contiguous(), b[:, :120].contiguous(), s, s, c, 0, 0, 0, 0), "multiple of 16"),
+                       ((a, b, s, s, c[:60], 0, 0, 0, 0), "c must have shape"), ((a, b.cpu(), s, s, c, 0, 0, 0, 0), "device")):
+        with pytest.raises(ValueError, match=word):
+            gpu.call("gemm_fp8", *args)
+    torch.cuda.synchronize()
