@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from te_plugin.jax import launches
 from te_plugin.jax.call import dtype_name, launch, shape_of, target_of_backend
 from te_plugin.ops.attention.problem import AttentionProblem
 from te_plugin.plan import Plan, plan
@@ -47,6 +48,7 @@ def _attention(q, k, v, cu_q, cu_k, start_q, start_k, options: AttentionOptions)
 def _forward(q, k, v, cu_q, cu_k, start_q, start_k, options: AttentionOptions):
     chosen = plan_of(q, k, cu_q, options)
     if chosen.kernel.library is None:
+        launches.record(chosen, "forward")
         out, lse = _composite_forward(chosen, q, k, v, cu_q, cu_k, start_q, start_k)
     else:
         outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype), shape_of((q.shape[1], q.shape[0]), "fp32")]
@@ -59,6 +61,7 @@ def _backward(options: AttentionOptions, saved, cotangents):
     dout, _ = cotangents
     chosen = plan_of(q, k, cu_q, options)
     if chosen.kernel.library is None:
+        launches.record(chosen, "backward")
         grads = _composite_backward(chosen, dout, *saved)
     else:
         outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_plugin import ffi
+from te_plugin.jax import launches
 from te_plugin.plan import Plan, PlanError, Target
 
 DTYPE_NAME = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
@@ -78,4 +79,5 @@ def launch(plan: Plan, stage: str, outputs: list[jax.ShapeDtypeStruct], inputs: 
                         f"let the kernel clear it")
     everything = [*outputs, *(shape_of(spec.shape, spec.dtype) for spec in scratch)]
     kernel = plan.kernel
+    launches.record(plan, stage)
     return call_function(kernel.library, kernel.entry_points[stage], everything, inputs, scalars)[:len(outputs)]

@@ -1,4 +1,7 @@
-"""y = x W^T for JAX in every precision, forward and backward; the twin of te_plugin.torch.linear."""
+"""y = x W^T for JAX in every precision, forward and backward; the twin of te_plugin.torch.linear.
+
+Legend: M rows, K in features, N out features. A weight is [N,K] as in torch, or [K,N] ("kn") as flax and MaxText keep it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from te_plugin import numerics
-from te_plugin.jax.quantize import dequantize, quantize
+from te_plugin.jax.gemm import Operand, along_columns, along_rows, matmul, needs_transpose
+from te_plugin.jax.quantize import quantize
 from te_plugin.ops.linear_checks import check_features
+
+LAYOUTS = ("nk", "kn")
+OPERANDS = ("activation", "weight", "gradient")
 
 
 @dataclass(frozen=True)
@@ -18,73 +25,111 @@ class LinearOptions:
     """The non-array arguments of a linear call."""
 
     precision: str = "bf16"
+    layout: str = "nk"
     pow2_scale: bool = False
     kernel: str = "auto"
     fallback: str = "error"
 
 
-def _dot_nt(a, b):
-    """a[M,K] b[N,K]^T with FP32 accumulation, in FP32."""
-    return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+# ---- plain ----
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _plain_linear(x, weight, o: LinearOptions):
+    return matmul(Operand(x, 1), Operand(weight, _k_axis(o)), x.dtype, o.kernel, o.fallback)
 
 
-def _scaled_dot(a, scale_a, granularity_a, b, scale_b, granularity_b):
-    return _dot_nt(dequantize(a, scale_a, granularity_a), dequantize(b, scale_b, granularity_b))
+def _k_axis(o: LinearOptions) -> int:
+    """The dimension of the weight that holds K."""
+    return 1 if o.layout == "nk" else 0
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _fp8_linear(x, weight, scales, options: LinearOptions):
-    return _forward(x, weight, scales, options)[0]
+def _plain_forward(x, weight, o: LinearOptions):
+    return _plain_linear(x, weight, o), (x, weight)
+
+
+def _plain_backward(o: LinearOptions, saved, dy):
+    x, weight = saved
+    dx = matmul(Operand(dy, 1), Operand(weight, 1 - _k_axis(o)), x.dtype, o.kernel, o.fallback)
+    pair = (Operand(dy, 0), Operand(x, 0)) if o.layout == "nk" else (Operand(x, 0), Operand(dy, 0))
+    return dx, matmul(*pair, weight.dtype, o.kernel, o.fallback)
+
+
+_plain_linear.defvjp(_plain_forward, _plain_backward)
+
+
+# ---- FP8 ----
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _fp8_linear(x, weight, scales, stats, o: LinearOptions):
+    return _forward(x, weight, scales, stats, o)[0]
 
 
 def _quantize(x, operand: str, scales, o: LinearOptions):
     kind = numerics.scaling(o.precision)
     fmt = kind.gradient_format if operand == "gradient" else kind.forward_format
-    scale = scales[("activation", "weight", "gradient").index(operand)].reshape(1) if kind.delayed else None
-    return quantize(x, fmt.name, getattr(kind, operand), scale=scale, pow2_scale=o.pow2_scale and not kind.delayed,
-                    transpose=True, kernel=o.kernel, fallback=o.fallback)
+    granularity = getattr(kind, operand)
+    scale = scales[OPERANDS.index(operand)].reshape(1) if kind.delayed else None
+    return quantize(x, fmt.name, granularity, scale=scale, pow2_scale=o.pow2_scale and not kind.delayed,
+                    transpose=needs_transpose(granularity), kernel=o.kernel, fallback=o.fallback)
 
 
-def _forward(x, weight, scales, o: LinearOptions):
+def _forward(x, weight, scales, stats, o: LinearOptions):
     xq, wq = _quantize(x, "activation", scales, o), _quantize(weight, "weight", scales, o)
-    y = _scaled_dot(xq.data, xq.scale_inv, xq.granularity, wq.data, wq.scale_inv, wq.granularity).astype(x.dtype)
+    along_k, along_n = (along_rows, along_columns) if o.layout == "nk" else (along_columns, along_rows)
+    y = matmul(along_rows(xq), along_k(wq), x.dtype, o.kernel, o.fallback)
     like = jnp.zeros((0,), x.dtype), jnp.zeros((0,), weight.dtype)
-    saved = (xq.data_t, xq.scale_inv_t, xq.amax, wq.data_t, wq.scale_inv_t, wq.amax, scales, like)
+    # An operand is not a pytree: its arrays are saved, and its static half is made again in backward.
+    right, left = along_n(wq), along_columns(xq)
+    saved = (left.data, left.scale_inv, right.data, right.scale_inv, xq.stats, wq.stats, scales, stats, like)
     return y, saved
 
 
 def _backward(o: LinearOptions, saved, dy):
-    x_t, x_scale, x_amax, w_t, w_scale, w_amax, scales, (like_x, like_w) = saved
+    x_data, x_scale, w_data, w_scale, x_stats, w_stats, scales, stats, (like_x, like_w) = saved
     kind = numerics.scaling(o.precision)
+    fmt = kind.forward_format.name
     dyq = _quantize(dy, "gradient", scales, o)
-    dx = _scaled_dot(dyq.data, dyq.scale_inv, kind.gradient, w_t, w_scale, kind.weight)
-    dw = _scaled_dot(dyq.data_t, dyq.scale_inv_t, kind.gradient, x_t, x_scale, kind.activation)
-    # The gradient of the scales carries this step's amaxes out: the caller's state is overwritten with them.
-    amax = jnp.stack([x_amax, w_amax, dyq.amax]) if kind.delayed else None
-    return dx.astype(like_x.dtype), dw.astype(like_w.dtype), amax
+    x = Operand(x_data, 1 if needs_transpose(kind.activation) else 0, x_scale, kind.activation, fmt)
+    w_axis = 1 if o.layout == "kn" or needs_transpose(kind.weight) else 0
+    dx = matmul(along_rows(dyq), Operand(w_data, w_axis, w_scale, kind.weight, fmt), like_x.dtype, o.kernel, o.fallback)
+    pair = (along_columns(dyq), x) if o.layout == "nk" else (x, along_columns(dyq))
+    dw = matmul(*pair, like_w.dtype, o.kernel, o.fallback)
+    # These two cotangents are no derivatives: they carry numbers of this step out, for the caller to overwrite its state.
+    found = jnp.stack([x_stats, w_stats, dyq.stats])
+    return dx, dw, found[:, 0] if kind.delayed else None, None if stats is None else found
 
 
 _fp8_linear.defvjp(_forward, _backward)
 
 
-def linear(x, weight, bias=None, precision: str = "bf16", *, scales=None, pow2_scale: bool = False, kernel: str = "auto",
-           fallback: str = "error"):
+def linear(x, weight, bias=None, precision: str = "bf16", *, layout: str = "nk", scales=None, stats=None,
+           pow2_scale: bool = False, kernel: str = "auto", fallback: str = "error"):
     """y[...,N] = x[...,K] weight[N,K]^T + bias[N].
 
-    precision: fp32, bf16 (the arrays' own dtype), or an FP8 scaling. scales: FP32[3] (activation, weight, gradient) for
-    fp8_delayed; the cotangent of `scales` is not a derivative but the three amaxes of this call.
+    precision: fp32, bf16 (the arrays' own dtype), or an FP8 scaling. layout: "nk", or "kn" for a weight[K,N].
+    scales: FP32[3] (activation, weight, gradient) for fp8_delayed. Its cotangent is not a derivative but the three amaxes of
+    this call. stats: FP32[3,2] of anything, FP8 only; its cotangent is (amax, non-finite values) of the three operands.
+    Sharded arrays stay sharded: amaxes are those of the whole arrays, and nothing is gathered around the quantisation.
     """
-    if x.shape[-1] != weight.shape[-1]:
-        raise ValueError(f"x has {x.shape[-1]} features, weight[N,K] has K={weight.shape[-1]}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} is not one of {', '.join(LAYOUTS)}")
+    n, k = weight.shape if layout == "nk" else weight.shape[::-1]
+    if x.shape[-1] != k:
+        raise ValueError(f"x has {x.shape[-1]} features, weight[{','.join(layout.upper())}] has K={k}")
     kind = numerics.scaling(precision)
-    check_features(weight.shape[1], weight.shape[0], precision)
-    flat = x.reshape(-1, x.shape[-1])
+    check_features(k, n, precision)
+    flat = x.reshape(-1, k)
+    options = LinearOptions(precision, layout, pow2_scale, kernel, fallback)
     if kind is None:
-        y = _dot_nt(flat, weight).astype(x.dtype)
+        if scales is not None or stats is not None:
+            raise ValueError(f"scales and stats belong to FP8; precision is {precision}")
+        y = _plain_linear(flat, weight, options)
     else:
         if kind.delayed and scales is None:
             raise ValueError(f"precision {precision} keeps amax histories: pass scales, FP32[3]")
-        y = _fp8_linear(flat, weight, scales if kind.delayed else None, LinearOptions(precision, pow2_scale, kernel, fallback))
+        if not kind.delayed and scales is not None:
+            raise ValueError(f"precision {precision} takes its scales from the arrays; scales belong to fp8_delayed")
+        y = _fp8_linear(flat, weight, scales, stats, options)
     if bias is not None:
         y = y + bias
-    return y.reshape(*x.shape[:-1], weight.shape[0])
+    return y.reshape(*x.shape[:-1], n)
