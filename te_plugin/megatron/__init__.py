@@ -38,6 +38,6 @@ with warnings.catch_warnings():
 __all__ = [
     "AttentionOptions", "ColumnParallelLinear", "CoreAttention", "GroupedExperts", "LinearPrecision", "PackedRows",
     "PluginSpecProvider", "RMSNorm", "RopeOptions", "Router", "RowParallelLinear", "SwiGLU", "build_gpt", "build_stage",
-    "common_weights", "fill", "gpt_token_losses", "initialise", "initialize", "layer_spec", "materialise", "model_inputs", "precision_report",
-    "quant_recipe", "rope_layer_spec", "transformer_config",
+    "common_weights", "fill", "gpt_token_losses", "initialise", "initialize", "layer_spec", "materialise", "model_inputs",
+    "precision_report", "quant_recipe", "rope_layer_spec", "transformer_config",
 ]

@@ -91,8 +91,8 @@ class CoreAttention(torch.nn.Module):
             return self._packed(query, key, value, attention_mask, packed_seq_params, mask)
         if self.options.layout == "thd":
             raise ValueError(
-                f"core attention of layer {self.layer_number} got no packed_seq_params and layout=thd: documents would see each "
-                f"other. Every pipeline stage needs the packed_seq_params of its microbatch; pass them to the model's forward")
+                f"core attention of layer {self.layer_number} got no packed_seq_params and layout=thd: documents would see "
+                f"each other. Every pipeline stage needs the packed_seq_params of its microbatch: pass them to the model")
         return self._padded(query, key, value, attention_mask, mask)
 
     def _packed(self, q, k, v, attention_mask, packed: PackedSeqParams, mask: str) -> torch.Tensor:
@@ -135,7 +135,8 @@ class CoreAttention(torch.nn.Module):
         options = self.options
         return functional.attention(q, k, v, mask=mask, window=self.window, softmax_scale=self.softmax_scale,
                                     precision=options.precision, dq_accumulation=options.dq_accumulation,
-                                    deterministic=self.deterministic, kernel=options.kernel, fallback=options.fallback, **segments)
+                                    deterministic=self.deterministic, kernel=options.kernel, fallback=options.fallback,
+                                    **segments)
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         inv_freq = self._inv_freq.get(x.device)
@@ -192,9 +193,13 @@ def _refuse(config, attention_type: str, dropout: float, k_channels: int | None,
     for name, channels in (("k_channels", k_channels), ("v_channels", v_channels)):
         if channels is not None and channels != config.kv_channels:
             raise ConfigError(f"{name}={channels} differs from kv_channels={config.kv_channels}: head sizes must be equal")
-    unsupported = {"apply_query_key_layer_scaling": "scores are scaled by softmax_scale only", "qk_clip": "no score maximum is kept",
-                   "window_attn_skip_freq": "a window holds for every layer or for none", "multi_latent_attention": "MLA needs "
-                   "another core attention", "no_rope_freq": "RoPE is applied in every layer or in none"}
+    unsupported = {
+        "apply_query_key_layer_scaling": "scores are scaled by softmax_scale only",
+        "qk_clip": "no score maximum is kept",
+        "window_attn_skip_freq": "a window holds for every layer or for none",
+        "multi_latent_attention": "MLA needs another core attention",
+        "no_rope_freq": "RoPE is applied in every layer or in none",
+    }
     for name, why in unsupported.items():
         if getattr(config, name, None):
             raise ConfigError(f"config.{name}={getattr(config, name)!r} is not supported: {why}. Unset it")

@@ -41,8 +41,9 @@ def initialize(cfg, device: torch.device | str = "cpu") -> None:
                  context_parallel_size=parallel.context_parallel, expert_model_parallel_size=parallel.expert_parallel)
     needed = parallel.tensor_parallel * parallel.pipeline_parallel * parallel.context_parallel
     if dist.get_world_size() % needed:
-        raise ConfigError(f"tensor_parallel * pipeline_parallel * context_parallel = {needed} processes make one copy of the model, "
-                          f"and the job has {dist.get_world_size()}; start a multiple of {needed} (torchrun --nproc-per-node)")
+        raise ConfigError(f"tensor_parallel * pipeline_parallel * context_parallel = {needed} processes make one copy of the "
+                          f"model, and the job has {dist.get_world_size()}; start a multiple of {needed} "
+                          f"(torchrun --nproc-per-node)")
     if parallel_state.model_parallel_is_initialized():
         have = (parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size(),
                 parallel_state.get_context_parallel_world_size(), parallel_state.get_expert_model_parallel_world_size())
@@ -60,18 +61,20 @@ def transformer_config(cfg, device: torch.device | str = "cpu", *, first_layer: 
     model, parallel, moe = cfg.model, cfg.parallel, cfg.moe
     device = torch.device(device)
     dtype = torch.float32 if cfg.precision.name == "fp32" else torch.bfloat16
-    if parallel.sequence_parallel and device.type == "cpu":
-        raise ConfigError("parallel.sequence_parallel=true on the CPU: Megatron gathers tokens into CUDA buffers; set it to false, "
-                          "or run on a GPU")
-    if device.type == "cpu" and model.num_kv_heads < parallel.tensor_parallel:
-        raise ConfigError(f"parallel.tensor_parallel={parallel.tensor_parallel} with model.num_kv_heads={model.num_kv_heads} on the "
-                          f"CPU: Megatron gathers the shared kv heads into CUDA buffers; use at most num_kv_heads processes, or a GPU")
+    on_cpu = device.type == "cpu" or (device.type == "meta" and not torch.cuda.is_available())
+    if parallel.sequence_parallel and on_cpu:
+        raise ConfigError("parallel.sequence_parallel=true on the CPU: Megatron gathers tokens into CUDA buffers; set it to "
+                          "false, or run on a GPU")
+    if on_cpu and model.num_kv_heads < parallel.tensor_parallel:
+        raise ConfigError(f"parallel.tensor_parallel={parallel.tensor_parallel} with model.num_kv_heads={model.num_kv_heads} on "
+                          f"the CPU: Megatron gathers the shared kv heads into CUDA buffers; use at most num_kv_heads "
+                          f"processes, or a GPU")
     if parallel.context_parallel > 1:
-        raise ConfigError(f"parallel.context_parallel={parallel.context_parallel} with adapter=megatron: the core attention does not "
-                          f"exchange keys between ranks; set it to 1")
+        raise ConfigError(f"parallel.context_parallel={parallel.context_parallel} with adapter=megatron: the core attention does "
+                          f"not exchange keys between ranks; set it to 1")
     experts = {}
     if moe.num_experts:
-        if device.type == "cpu" and parallel.tensor_parallel * parallel.expert_parallel > 1:
+        if on_cpu and parallel.tensor_parallel * parallel.expert_parallel > 1:
             raise ConfigError("a mixture of experts over several processes on the CPU: Megatron's dispatchers gather tokens into "
                               "CUDA buffers; set parallel.tensor_parallel and parallel.expert_parallel to 1, or run on a GPU")
         experts = dict(
@@ -81,7 +84,7 @@ def transformer_config(cfg, device: torch.device | str = "cpu", *, first_layer: 
             # The auxiliary loss is weighted by tokens, like the loss itself (loss.py).
             calculate_per_token_loss=True,
             # The all-to-all dispatcher opens a CUDA stream.
-            moe_token_dispatcher_type="alltoall" if device.type == "cuda" else "allgather")
+            moe_token_dispatcher_type="allgather" if on_cpu else "alltoall")
     return TransformerConfig(
         num_layers=model.num_layers if num_layers is None else num_layers, hidden_size=model.hidden_size,
         num_attention_heads=model.num_heads, num_query_groups=model.num_kv_heads, kv_channels=model.head_dim,
@@ -161,4 +164,5 @@ def _check_precision(cfg, model: GPTModel) -> None:
     bf16_layers = cfg.precision.bf16_layers_at_start + cfg.precision.bf16_layers_at_end
     if report and cfg.precision.name not in report.values() and bf16_layers < cfg.model.num_layers \
             and cfg.parallel.pipeline_parallel == 1:
-        raise ConfigError(f"precision {cfg.precision.name} reached no linear layer of the model; layers report {set(report.values())}")
+        raise ConfigError(f"precision {cfg.precision.name} reached no linear layer of the model; layers report "
+                          f"{', '.join(sorted(set(report.values())))}")

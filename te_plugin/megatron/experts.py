@@ -1,4 +1,4 @@
-"""Mixture of experts for Megatron's MoELayer: grouped experts that keep the token counts on the device, and a router for any device.
+"""Mixture of experts for Megatron's MoELayer: grouped experts with token counts on the device, and a router for any device.
 
 Megatron's own grouped experts copy tokens_per_expert to the host and hand lists to TransformerEngine. Here one grouped linear
 takes the counts as the tensor they are. Legend: E local experts, M permuted tokens, H hidden, F expert feed-forward size.

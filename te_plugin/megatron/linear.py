@@ -139,7 +139,7 @@ class ParallelLinear(torch.nn.Module):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """W split over output features. forward(x[s,b,K]) -> (y[s,b,N/tp], bias or None). Built as Megatron builds linear_qkv, fc1."""
+    """W split over output features (linear_qkv, linear_fc1). forward(x[s,b,K]) -> (y[s,b,N/tp], bias or None)."""
 
     split_dim = 0
 
@@ -167,7 +167,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """W split over input features. forward(x[s,b,K/tp]) -> (y[s,b,N], bias or None). Built as Megatron builds linear_proj, fc2."""
+    """W split over input features (linear_proj, linear_fc2). forward(x[s,b,K/tp]) -> (y[s,b,N], bias or None)."""
 
     split_dim = 1
 

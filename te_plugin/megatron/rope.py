@@ -60,7 +60,7 @@ def context_parallel_positions(cu_seqlens: list[int], cp_size: int, cp_rank: int
     if table not in ("per_segment", "packed"):
         raise ValueError(f"table={table!r} is not one of per_segment, packed")
     rows = []
-    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:]):
+    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
         chunk, rest = divmod(end - start, 2 * cp_size)
         if rest or chunk < 0:
             raise ValueError(f"a segment of {end - start} tokens cannot be cut into {2 * cp_size} chunks; pad segments to a "

@@ -90,8 +90,8 @@ def rope_layer_spec(config, vp_stage: int | None = None) -> TransformerBlockSubm
     """
     kind = getattr(config, "position_embedding_type", None)
     if kind != "none":
-        raise ConfigError(f"rope_layer_spec rotates inside core attention, and position_embedding_type={kind!r}; set it to 'none' "
-                          f"(--position-embedding-type none), or use layer_spec")
+        raise ConfigError(f"rope_layer_spec rotates inside core attention, and position_embedding_type={kind!r}; set it to "
+                          f"'none' (--position-embedding-type none), or use layer_spec")
     base = getattr(config, "rotary_base", None)
     if base is None:
         raise ConfigError("rope_layer_spec reads config.rotary_base, and this config has none; use layer_spec(config, "

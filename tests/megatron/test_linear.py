@@ -173,7 +173,7 @@ def test_a_weight_handed_in_at_call_time_is_refused(config):
 def test_delayed_scaling_state_survives_a_state_dict_round_trip():
     batch = packed_batch([16, 32])
     model, other = (build("layout=thd", "precision=fp8_delayed") for _ in range(2))
-    for step in range(2):
+    for _ in range(2):
         mean_loss(model, batch).backward()
         with torch.no_grad():
             for p in model.parameters():

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron_models import build, mean_loss, packed_batch, padded_batch, small_config
 
 from te_plugin import megatron as plugin
 from te_plugin.torch.batch import to_device
-from megatron_models import build, mean_loss, packed_batch, padded_batch, small_config
 
 LENGTHS = [7, 13, 32, 1, 11]
 

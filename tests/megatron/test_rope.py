@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from megatron_models import build, packed_batch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron_models import build, packed_batch
 
 from te_plugin import megatron as plugin
 from te_plugin.megatron.rope import RopeOptions, context_parallel_positions, inverse_frequencies

@@ -29,7 +29,7 @@ def transformer(**changes):
 
 def test_the_specification_is_found_by_module_and_name():
     """Megatron-LM imports args.spec[0] and takes the attribute args.spec[1]."""
-    made = getattr(importlib.import_module("te_plugin.megatron"), "layer_spec")(transformer(), vp_stage=None)
+    made = importlib.import_module("te_plugin.megatron").layer_spec(transformer(), vp_stage=None)
     assert isinstance(made, TransformerBlockSubmodules)
     assert len(made.layer_specs) == 2 and made.layer_norm.func is plugin.RMSNorm
 
@@ -77,7 +77,8 @@ def test_rope_scaling_of_the_model_config_reaches_attention():
     assert options.rope == plugin.RopeOptions(theta=500000.0, factor=8.0)
 
 
-@pytest.mark.parametrize(("freq", "expected"), [(1, [True] * 4), (2, [True, False, True, False]), ([0, 1, 1, 0], [False, True, True, False])])
+@pytest.mark.parametrize(("freq", "expected"), [
+    (1, [True] * 4), (2, [True, False, True, False]), ([0, 1, 1, 0], [False, True, True, False])])
 def test_moe_layer_freq_says_which_layers_are_mixtures(freq, expected):
     config = transformer(**{"moe": "tiny", "moe.ffn_hidden_size": "96", "model.num_layers": "4"})
     config.moe_layer_freq = freq

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from megatron_models import build, small_config
+from megatron_models import build, mean_loss, packed_batch, small_config
 
 from te_plugin import megatron as plugin
 from te_plugin.weights import Weight, initial_value, llama_weights
@@ -83,3 +83,22 @@ def test_a_model_built_without_storage_is_filled_after_it_was_placed():
     for (name, a), (_, b) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         assert torch.equal(a, b), name
         assert vars(a) == attributes[name] == vars(b), name
+
+
+def test_experts_built_without_storage_are_filled_too():
+    overrides = ("layout=thd", "moe=tiny", "moe.ffn_hidden_size=96", "precision=fp8_current")
+    cfg = small_config(*overrides)
+    plugin.initialize(cfg)
+    model, reference = plugin.build_gpt(cfg, "meta"), build(*overrides)
+    plugin.materialise(model, cfg, "cpu")
+    batch = packed_batch([20, 12])
+    assert torch.equal(mean_loss(model, batch), mean_loss(reference, batch))
+
+
+def test_delayed_scaling_starts_afresh_in_a_model_built_without_storage():
+    cfg = small_config("layout=thd", "precision=fp8_delayed")
+    plugin.initialize(cfg)
+    model = plugin.build_gpt(cfg, "meta")
+    plugin.materialise(model, cfg, "cpu")
+    buffers = {name: b for name, b in model.named_buffers() if name.endswith("delayed.scale")}
+    assert len(buffers) == 8 and all(torch.equal(b, torch.ones_like(b)) for b in buffers.values())
