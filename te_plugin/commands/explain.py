@@ -45,7 +45,7 @@ def run(args: Namespace) -> int:
     _print_sizes(cfg, args.processes or cfg.parallel.tensor_parallel)
     impossible = [row for row in rows if row.plan is None]
     if impossible:
-        named = report.shorten([row.label for row in impossible])
+        named = ", ".join(dict.fromkeys(row.problem.op for row in impossible))
         print(f"te-plugin explain: {cfg.recipe} cannot run on {target_arch(cfg)}: {len(impossible)} of {len(rows)} launches have "
               f"no kernel ({named}); change what a reason names, or accept framework maths with run.fallback=allow",
               file=sys.stderr)

@@ -80,13 +80,15 @@ def test_resume_with_another_model_or_other_data_is_refused(tmp_path, override):
 # ---- exit codes: a stand-in worker plays what the real one may do ----
 
 WORKER = """
-import os, sys
+import os, sys, time
 from te_plugin.convergence.verdict import Verdict
 rank, status = int(os.environ["RANK"]), sys.argv[1]
 if status == "crash":
     raise RuntimeError(f"rank {rank} breaks")
 if rank == 0:
     Verdict(status).save(".")
+while not os.path.exists("verdict.json"):  # the real ranks get the verdict from rank 0 once it is saved
+    time.sleep(0.01)
 sys.exit(Verdict(status).exit_code)
 """
 

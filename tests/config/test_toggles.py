@@ -1,4 +1,4 @@
-"""A feature toggle changes speed or memory, not the model: every cell of the toggle groups, compared byte for byte."""
+"""A feature toggle changes speed or memory, not the model: the cells of the toggle groups, compared byte for byte."""
 
 import dataclasses
 import itertools
@@ -6,8 +6,10 @@ import json
 
 import pytest
 
+from te_plugin import paths
 from te_plugin.config import ConfigError, compose, recipe_hash
 from te_plugin.config.composition import groups
+from te_plugin.config.loading import read_yaml
 
 TOGGLES = ("precision", "layout", "attention", "parallel")
 SECTIONS = ("model", "data", "optim", "schedule", "run", "track", "check", "accept", "testing")
@@ -17,17 +19,25 @@ def sections(cfg) -> str:
     return json.dumps({name: dataclasses.asdict(getattr(cfg, name)) for name in SECTIONS})
 
 
-def cells() -> list[tuple[str, ...]]:
-    """Every combination for the dense recipe; precision, layout and grouped GEMM on and off for the one with experts."""
-    dense = itertools.product(*([f"{name}={choice}" for choice in groups()[name]] for name in TOGGLES))
-    grouped = itertools.product(*([f"{name}={choice}" for choice in groups()[name]] for name in ("precision", "layout")),
-                                ("moe.grouped_gemm=true", "moe.grouped_gemm=false"))
-    return [("recipe=llama_tiny", *cell) for cell in dense] + [("recipe=llama_moe_tiny", *cell) for cell in grouped]
+def choices(group: str) -> list[str]:
+    return [f"{group}={choice}" for choice in groups()[group]]
 
 
-def test_no_cell_of_the_toggles_touches_model_data_optimizer_schedule_or_run():
-    assert len(cells()) >= 7 * 2 * 5 * 3 + 7 * 2 * 2
-    for cell in cells():
+def every_cell() -> list[tuple[str, ...]]:
+    return [("recipe=llama_tiny", *cell) for cell in itertools.product(*(choices(group) for group in TOGGLES))]
+
+
+def a_third_of_the_cells() -> list[tuple[str, ...]]:
+    """Every triple of precision, layout and parallel, with the attention choices dealt to them in turn; each with grouped GEMM."""
+    attention = itertools.cycle(choices("attention"))
+    dense = [("recipe=llama_tiny", *cell, next(attention))
+             for cell in itertools.product(choices("precision"), choices("layout"), choices("parallel"))]
+    grouped = itertools.product(choices("precision"), ("moe.grouped_gemm=true", "moe.grouped_gemm=false"))
+    return dense + [("recipe=llama_moe_tiny", *cell) for cell in grouped]
+
+
+def check(cells: list[tuple[str, ...]]) -> None:
+    for cell in cells:
         base = compose([cell[0]], for_run=False)
         try:
             cfg = compose(cell, for_run=False)
@@ -37,6 +47,24 @@ def test_no_cell_of_the_toggles_touches_model_data_optimizer_schedule_or_run():
         assert recipe_hash(cfg) == recipe_hash(base), cell
 
 
+@pytest.mark.parametrize("group", [*TOGGLES, "moe"])
+def test_the_files_of_a_toggle_set_nothing_of_model_data_optimizer_schedule_or_run(group):
+    for path in (paths.configs_dir() / group).glob("*.yaml"):
+        text = path.read_text()
+        sets = set(read_yaml(text, str(path))) if "@package _global_" in text else {group}
+        assert sets <= {*TOGGLES, "moe"}, path
+
+
+def test_no_toggle_touches_model_data_optimizer_schedule_or_run():
+    check(a_third_of_the_cells())
+
+
+@pytest.mark.slow
+def test_no_cell_of_the_toggles_touches_model_data_optimizer_schedule_or_run():
+    assert len(every_cell()) >= 7 * 2 * 5 * 3
+    check(every_cell())
+
+
 def test_the_experts_of_a_moe_group_leave_the_other_sections_alone():
     dense = compose(["recipe=llama_moe_tiny", "moe=dense"], for_run=False)
     sparse = compose(["recipe=llama_moe_tiny"], for_run=False)
@@ -44,7 +72,7 @@ def test_the_experts_of_a_moe_group_leave_the_other_sections_alone():
     assert recipe_hash(dense) != recipe_hash(sparse)
 
 
-def test_the_default_cell_differs_from_the_others_only_in_the_toggled_sections():
+def test_one_toggle_changes_its_own_section_only():
     base = dataclasses.asdict(compose(["recipe=llama_tiny"], for_run=False))
     other = dataclasses.asdict(compose(["recipe=llama_tiny", "layout=bshd"], for_run=False))
     assert {name for name in base if base[name] != other[name]} == {"layout"}
