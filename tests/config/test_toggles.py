@@ -28,7 +28,7 @@ def every_cell() -> list[tuple[str, ...]]:
 
 
 def a_third_of_the_cells() -> list[tuple[str, ...]]:
-    """Every triple of precision, layout and parallel, with the attention choices dealt to them in turn; each with grouped GEMM."""
+    """Every triple of precision, layout and parallel, with the attention choices dealt to them in turn; and grouped GEMM."""
     attention = itertools.cycle(choices("attention"))
     dense = [("recipe=llama_tiny", *cell, next(attention))
              for cell in itertools.product(choices("precision"), choices("layout"), choices("parallel"))]
