@@ -87,6 +87,8 @@ def problems_of(cfg) -> list[tuple[str, object]]:
         ffn, rows = cfg.moe.ffn_hidden_size // tp, tokens * cfg.moe.top_k
         experts = cfg.moe.num_experts // cfg.parallel.expert_parallel
         precision = cfg.precision.name
+        problems += expert_casts("experts_fc1", rows, 2 * ffn, model.hidden_size, dtype, cfg.precision)
+        problems += expert_casts("experts_fc2", rows, model.hidden_size, ffn, dtype, cfg.precision)
         problems += [
             ("experts_fc1", GroupedGemmProblem(rows, 2 * ffn, model.hidden_size, experts, dtype, precision)),
             ("experts_fc2", GroupedGemmProblem(rows, model.hidden_size, ffn, experts, dtype, precision)),
@@ -120,6 +122,19 @@ def linear_problems(name: str, m: int, n: int, k: int, dtype: str, precision: st
         (f"{name}.forward", GemmProblem(m, n, k, fwd, fwd, kind.activation, kind.weight, dtype)),
         (f"{name}.dgrad", GemmProblem(m, k, n, grad, fwd, kind.gradient, kind.weight, dtype)),
         (f"{name}.wgrad", GemmProblem(n, k, m, grad, fwd, kind.gradient, kind.activation, wgrad_dtype, accumulate)),
+    ]
+
+
+def expert_casts(name: str, rows: int, n: int, k: int, dtype: str, precision) -> list[tuple[str, object]]:
+    """The quantisations of grouped linear layers; an expert's weight is cast on its own."""
+    kind = numerics.scaling(precision.name)
+    if kind is None:
+        return []
+    fwd, grad = kind.forward_format.name, kind.gradient_format.name
+    return [
+        (f"{name}.quantize_x", QuantizeProblem(rows, k, dtype, fwd, kind.activation, precision.pow2_scale, True)),
+        (f"{name}.quantize_w", QuantizeProblem(n, k, dtype, fwd, kind.weight, precision.pow2_scale, True)),
+        (f"{name}.quantize_dy", QuantizeProblem(rows, n, dtype, grad, kind.gradient, precision.pow2_scale, True)),
     ]
 
 
