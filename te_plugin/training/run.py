@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -124,15 +125,15 @@ class _Run:
                     f"interrupted after step {outcome.last_step} of {self.schedule.last_step}; "
                     f"continue with run.resume=true run.dir={self.run_dir}",
                 )
-        except (TrainingError, ckpt.CheckpointError, OSError) as error:
+        except (TrainingError, ckpt.CheckpointError) as error:  # every rank raises these
             verdict = Verdict("FAIL", str(error), {"error": type(error).__name__})
-        except BaseException:  # recorded, then raised: a crash must leave a verdict, and its traceback is the message
-            if world.is_main:
-                Verdict("FAIL", "crashed: " + traceback.format_exc(limit=-1).strip().splitlines()[-1]).save(
-                    self.run_dir
-                )
-            tracker.finish(1)
-            raise
+        except BaseException as error:
+            if world.size == 1 and isinstance(error, OSError):  # for example a full disk under metrics.jsonl
+                verdict = Verdict("FAIL", f"the run directory {self.run_dir} cannot be written: {error}")
+            else:
+                self._save_crash(error)
+                tracker.finish(1)
+                raise
         if world.is_main:
             verdict = self._conclude(verdict, facts, golden, matching)
         verdict = world.broadcast_object(verdict)
@@ -153,6 +154,12 @@ class _Run:
                 "FAIL", f"{verdict.line}, but the run directory could not be completed: {error}", verdict.details
             )
         return verdict
+
+    def _save_crash(self, error: BaseException) -> None:
+        if self.world.is_main:
+            reason = traceback.format_exception_only(error)[-1].strip()
+            with contextlib.suppress(OSError):  # the exception itself is raised next
+                Verdict("FAIL", f"crashed: {reason}").save(self.run_dir)
 
     def _start_and_run(self, loop: Loop, tracker: Tracker):
         start = 0
@@ -288,7 +295,9 @@ def _prepare_run_dir(cfg: Config, run_dir: Path, world: distributed.World) -> ck
     if world.is_main:
         used = [name for name in (METRICS_FILE, VERDICT_FILE) if (run_dir / name).exists()]
         if used and not cfg.run.resume:
-            problem = f"{run_dir} already holds a run ({', '.join(used)}); continue it with run.resume=true or change run.dir"
+            problem = (
+                f"{run_dir} already holds a run ({', '.join(used)}); continue it with run.resume=true or change run.dir"
+            )
         else:
             try:
                 run_dir.mkdir(parents=True, exist_ok=True)

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import small_config
-from launch import run_ranks
 
 from te_plugin.training import read_metrics
 from te_plugin.training.checkpoint import latest
 from te_plugin.training.run import train
+from tests.training.launch import run_ranks
+from tests.training.small import small_config
 
 
 def rank_runs(jobs):
