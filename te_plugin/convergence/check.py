@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from te_plugin.config import Config
-from te_plugin.convergence.golden import WINDOW, Golden, gaps, golden_path, smoothed
+from te_plugin.convergence.golden import WINDOW, Arm, Golden, gaps, golden_path, smoothed
 from te_plugin.convergence.verdict import Verdict
 
 MIN_STEPS = 2 * WINDOW  # a shorter run cannot be judged
@@ -54,7 +54,7 @@ def judge(cfg: Config, run_dir: Path, facts: RunFacts, golden: Golden | None) ->
     gates = [health_gate(rows), learned_gate(rows, facts)]
     note = ""
     if cfg.check.mode == "golden":
-        gates += curve_gates(rows, facts, golden, cfg.recipe)
+        gates += curve_gates(rows, facts, golden, cfg.recipe, cfg.precision.name)
     else:
         note = f"check.mode={cfg.check.mode}: the curve was not compared"
     return _combine(gates, rows, facts, golden if cfg.check.mode == "golden" else None, note)
@@ -91,7 +91,9 @@ def learned_gate(rows: Sequence[Mapping[str, Any]], facts: RunFacts) -> Gate:
     )
 
 
-def curve_gates(rows: Sequence[Mapping[str, Any]], facts: RunFacts, golden: Golden | None, recipe: str) -> list[Gate]:
+def curve_gates(
+    rows: Sequence[Mapping[str, Any]], facts: RunFacts, golden: Golden | None, recipe: str, precision: str
+) -> list[Gate]:
     if golden is None:
         return [
             Gate(
@@ -123,7 +125,8 @@ def curve_gates(rows: Sequence[Mapping[str, Any]], facts: RunFacts, golden: Gold
         "recipe, data order and initial weights are the golden curve's",
         {"recipe_hash": facts.recipe_hash},
     )
-    steps, loss, norm = gaps(rows, golden.rows)
+    arm = golden.arm_for(precision)
+    steps, loss, norm = gaps(rows, arm.rows)
     if len(steps) < MIN_STEPS:
         return [
             contract,
@@ -136,19 +139,18 @@ def curve_gates(rows: Sequence[Mapping[str, Any]], facts: RunFacts, golden: Gold
         ]
     return [
         contract,
-        _band_gate("curve", "loss", steps, loss, golden, "band"),
-        _band_gate("gradient", "log gradient norm", steps, norm, golden, "norm_band"),
+        _band_gate("curve", "loss", steps, loss, arm, "band"),
+        _band_gate("gradient", "log gradient norm", steps, norm, arm, "norm_band"),
     ]
 
 
-def _band_gate(
-    name: str, what: str, steps: Sequence[int], values: Sequence[float], golden: Golden, band_key: str
-) -> Gate:
+def _band_gate(name: str, what: str, steps: Sequence[int], values: Sequence[float], arm: Arm, band_key: str) -> Gate:
     gap = smoothed(values)
-    bands = [golden.row_at(step)[band_key] for step in steps]
+    bands = [arm.at(step)[band_key] for step in steps]
     outside = [i for i, (g, b) in enumerate(zip(gap, bands, strict=True)) if not abs(g) <= b]
     worst = max(range(len(steps)), key=lambda i: abs(gap[i]) / bands[i] if math.isfinite(gap[i]) else math.inf)
     numbers = {
+        "arm": arm.name,
         "steps": len(steps),
         "steps_outside": len(outside),
         "worst_step": steps[worst],

@@ -1,12 +1,14 @@
 """Golden curves: recipes/<name>/golden.jsonl, the loss a recipe must reproduce, with its measured noise.
 
-First line, a header: recipe and its hash, when and on what it was recorded, why (`reason`), and how the noise band was measured.
-Then one line a step: step, tokens, loss, grad_norm, and the two bands: half-widths that the smoothed gap of a run may reach.
-`band` is in nats; `norm_band` is for the natural logarithm of the ratio of gradient norms. val_loss where it was evaluated.
+First line, a header: recipe and its hash, when and on what it was recorded, why (`reason`), and how the noise was measured.
+Then one line per arm and step: arm, step, tokens, loss, grad_norm, band, norm_band (val_loss where it was evaluated). An arm is
+one precision; the bands are half-widths that a run's smoothed gap may reach: nats, and the log of the ratio of gradient norms.
 
-A band comes from twins: runs that differ from the golden one in ways that may only change rounding (another kernel, precision,
-layout, number of processes or threads). At each step it is SAFETY times the largest smoothed gap that any twin has shown so far,
-plus a floor. Data order and initial weights are equal, so gaps are paired and small.
+A band comes from twins: runs of the same precision that differ only in what may change rounding (another kernel, layout, split
+into microbatches). At each step it is SAFETY times the largest smoothed gap that any twin has shown so far, plus a floor. Data
+order and initial weights are equal, so gaps are paired: they start at zero and grow slowly, and damage shows long before it
+would in the loss itself. A precision without an arm of its own is held to the recipe's own arm, within `wide_band`: SAFETY times
+the largest gap between arms.
 """
 
 from __future__ import annotations
@@ -27,55 +29,74 @@ SAFETY = 2.0
 LOSS_FLOOR = 0.002  # nats
 NORM_FLOOR = 0.02
 
+Rows = Sequence[Mapping[str, Any]]
+
 
 class GoldenError(ValueError):
     """A golden curve cannot be read or recorded."""
 
 
 @dataclass(frozen=True)
-class Golden:
-    """header: the first line; rows: one a step, step numbers rising."""
+class Arm:
+    """One reference curve. rows: one a step, with `band` and `norm_band`."""
 
-    header: Mapping[str, Any]
-    rows: Sequence[Mapping[str, Any]]
+    name: str
+    rows: Rows
     _by_step: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self):
         object.__setattr__(self, "_by_step", {row["step"]: row for row in self.rows})
 
-    @property
-    def recipe_hash(self) -> str:
-        return self.header["recipe_hash"]
-
-    def row_at(self, step: int) -> Mapping[str, Any] | None:
+    def at(self, step: int) -> Mapping[str, Any] | None:
         return self._by_step.get(step)
 
     def loss_at(self, step: int) -> float | None:
         row = self._by_step.get(step)
         return None if row is None else row["loss"]
 
+
+@dataclass(frozen=True)
+class Golden:
+    """header: the first line of the file; arms: precision -> curve. header["arm"] is the recipe's own precision."""
+
+    header: Mapping[str, Any]
+    arms: Mapping[str, Arm]
+
+    @property
+    def recipe_hash(self) -> str:
+        return self.header["recipe_hash"]
+
+    def arm_for(self, precision: str) -> Arm:
+        """The precision's own arm, or the recipe's arm with the wide bands."""
+        if precision in self.arms:
+            return self.arms[precision]
+        own = self.arms[self.header["arm"]]
+        wide = [{**row, "band": row["wide_band"], "norm_band": row["wide_norm_band"]} for row in own.rows]
+        return Arm(f"{own.name} (wide: no arm of {precision})", wide)
+
     @classmethod
     def load(cls, path: Path | str) -> Golden:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
         try:
-            header, *rows = [json.loads(line) for line in lines if line]
+            header, *rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line]
             if header.get("golden") != 1:
                 raise KeyError("golden")
-            for key in ("recipe", "recipe_hash", "reason", "band"):
-                header[key]
+            missing = {"recipe", "recipe_hash", "reason", "band", "arm"} - set(header)
+            arms: dict[str, list] = {}
             for row in rows:
-                for key in ("step", "tokens", "loss", "grad_norm", "band", "norm_band"):
-                    row[key]
-        except (json.JSONDecodeError, KeyError, ValueError) as error:
+                missing |= {"arm", "step", "tokens", "loss", "grad_norm", "band", "norm_band"} - set(row)
+                arms.setdefault(row.get("arm", ""), []).append(row)
+            if missing or header["arm"] not in arms:
+                raise KeyError(", ".join(sorted(missing)) or f"rows of arm {header['arm']}")
+        except (json.JSONDecodeError, KeyError, ValueError, AttributeError) as error:
             raise GoldenError(f"{path} is no golden curve ({error}); record it again with check.mode=record") from error
-        return cls(header, rows)
+        return cls(header, {name: Arm(name, found) for name, found in arms.items()})
 
     def save(self, path: Path | str) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + ".tmp")
         with open(temporary, "w", encoding="utf-8") as file:
-            for record in (self.header, *self.rows):
+            for record in (self.header, *(row for arm in self.arms.values() for row in arm.rows)):
                 file.write(json.dumps(record) + "\n")
         os.replace(temporary, path)
 
@@ -86,20 +107,12 @@ def golden_path(recipe: str) -> Path:
 
 def smoothed(values: Sequence[float], window: int = WINDOW) -> list[float]:
     """Mean over the last `window` values at each place (fewer at the start)."""
-    found, total = [], 0.0
-    for index, value in enumerate(values):
-        total += value
-        if index >= window:
-            total -= values[index - window]
-        found.append(total / min(index + 1, window))
-    return found
+    return [math.fsum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
-def gaps(
-    rows: Sequence[Mapping[str, Any]], golden: Sequence[Mapping[str, Any]]
-) -> tuple[list[int], list[float], list[float]]:
+def gaps(rows: Rows, reference: Rows) -> tuple[list[int], list[float], list[float]]:
     """(steps, loss gaps, log ratios of gradient norms) of a run's metric rows against golden rows, at common steps."""
-    by_step = {row["step"]: row for row in golden}
+    by_step = {row["step"]: row for row in reference}
     common = [(row, by_step[row["step"]]) for row in rows if row["step"] in by_step]
     steps = [row["step"] for row, _ in common]
     loss = [row["train/loss"] - gold["loss"] for row, gold in common]
@@ -107,52 +120,65 @@ def gaps(
     return steps, loss, norm
 
 
-def build(
-    header: Mapping[str, Any], run: Sequence[Mapping[str, Any]], twins: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> Golden:
-    """A golden curve from a run's metric rows and those of its twins (name -> rows). GoldenError when a twin does not fit."""
-    if not twins:
-        raise GoldenError("a noise band is measured, not guessed: give at least one twin run")
-    rows = [
-        {
-            "step": r["step"],
-            "tokens": r["train/tokens"],
-            "loss": r["train/loss"],
-            "grad_norm": r["train/grad_norm"],
-            **({"val_loss": r["val/loss"]} if "val/loss" in r else {}),
-        }
-        for r in run
-    ]
-    bands = {"loss": [0.0] * len(rows), "norm": [0.0] * len(rows)}
-    measured = {}
-    for name, twin in twins.items():
-        steps, loss, norm = gaps(twin, rows)
-        if len(steps) != len(rows):
-            raise GoldenError(
-                f"twin {name} has {len(steps)} of the {len(rows)} steps; it must be a whole run of the same schedule"
-            )
-        for kind, values in (("loss", smoothed(loss)), ("norm", smoothed(norm))):
-            if not all(math.isfinite(v) for v in values):
-                raise GoldenError(f"twin {name} has a non-finite {kind}")
-            bands[kind] = [max(a, abs(b)) for a, b in zip(bands[kind], values, strict=True)]
-        measured[name] = {
-            "largest_smoothed_gap": max(map(abs, smoothed(loss))),
-            "largest_step_gap": max(map(abs, loss)),
-            "largest_smoothed_norm_gap": max(map(abs, smoothed(norm))),
-        }
-    for kind, key, floor in (("loss", "band", LOSS_FLOOR), ("norm", "norm_band", NORM_FLOOR)):
-        highest = 0.0
-        for index, row in enumerate(rows):
-            # A run may be ahead of or behind its twins, except at the start: equal weights give equal first steps.
-            highest = max(highest, *bands[kind][index : index + 1 + min(index, WINDOW)])
-            row[key] = round(SAFETY * highest + floor, 6)
+def build(header: Mapping[str, Any], runs: Mapping[str, Rows], twins: Mapping[str, Mapping[str, Rows]]) -> Golden:
+    """A golden curve from metric rows. runs: arm -> its run, the recipe's own precision first; twins: arm -> name -> rows.
+
+    GoldenError when an arm has no twin, or a run is not whole and finite.
+    """
+    own = next(iter(runs))
+    curves = {name: [_golden_row(name, row) for row in rows] for name, rows in runs.items()}
+    measured: dict[str, Any] = {}
+    for name, rows in curves.items():
+        if not twins.get(name):
+            raise GoldenError(f"arm {name}: a noise band is measured, not guessed; give at least one twin run")
+        measured[name] = _set_bands(rows, twins[name], ("band", "norm_band"))
+    others = {name: runs[name] for name in runs if name != own} or twins[own]
+    measured["between arms"] = _set_bands(curves[own], others, ("wide_band", "wide_norm_band"))
+    for row in curves[own]:
+        row["wide_band"] = max(row["wide_band"], row["band"])
+        row["wide_norm_band"] = max(row["wide_norm_band"], row["norm_band"])
     how = (
         f"{SAFETY:g} x the largest {WINDOW}-step mean gap of any twin up to {WINDOW} steps ahead, "
         f"plus {LOSS_FLOOR} nats ({NORM_FLOOR} for the log of the gradient norm)"
     )
+    band = {"how": how, "window": WINDOW, "safety": SAFETY, "measured": measured}
     return Golden(
-        {"golden": 1, **header, "band": {"how": how, "window": WINDOW, "safety": SAFETY, "twins": measured}}, rows
+        {"golden": 1, **header, "arm": own, "band": band}, {name: Arm(name, rows) for name, rows in curves.items()}
     )
+
+
+def _golden_row(arm: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    found = {"arm": arm, "step": row["step"], "tokens": row["train/tokens"], "loss": row["train/loss"]}
+    found["grad_norm"] = row["train/grad_norm"]
+    if "val/loss" in row:
+        found["val_loss"] = row["val/loss"]
+    return found
+
+
+def _set_bands(rows: list[dict[str, Any]], twins: Mapping[str, Rows], keys: tuple[str, str]) -> dict[str, Any]:
+    """Give every golden row its two bands; returns the largest gaps of each twin."""
+    largest = {key: [0.0] * len(rows) for key in keys}
+    measured = {}
+    for name, twin in twins.items():
+        steps, loss, norm = gaps(twin, rows)
+        if len(steps) != len(rows):
+            raise GoldenError(f"twin {name} has {len(steps)} of the {len(rows)} steps; it must be a whole run")
+        for key, values in zip(keys, (smoothed(loss), smoothed(norm)), strict=True):
+            if not all(map(math.isfinite, values)):
+                raise GoldenError(f"twin {name} has a loss or gradient norm that is not finite")
+            largest[key] = [max(a, abs(b)) for a, b in zip(largest[key], values, strict=True)]
+        measured[name] = {
+            "loss": round(max(map(abs, smoothed(loss))), 6),
+            "loss_one_step": round(max(map(abs, loss)), 6),
+            "norm": round(max(map(abs, smoothed(norm))), 6),
+        }
+    for key, floor in zip(keys, (LOSS_FLOOR, NORM_FLOOR), strict=True):
+        highest = 0.0
+        for index, row in enumerate(rows):
+            # A run may be ahead of its twins or behind them, except at the start: equal weights give equal first steps.
+            highest = max(highest, *largest[key][index : index + 1 + min(index, WINDOW)])
+            row[key] = round(SAFETY * highest + floor, 6)
+    return measured
 
 
 def _log_ratio(a: float, b: float) -> float:

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from te_plugin.convergence.golden import WINDOW, Golden, gaps, smoothed
+from te_plugin.convergence.golden import WINDOW, Arm, gaps, smoothed
 
 _RUN, _REFERENCE, _BAND, _GAP = "#1b6ca8", "#999999", "#cfe3c8", "#b5400f"
 
 
-def draw_run(rows: Sequence[Mapping[str, Any]], path: Path | str, title: str, golden: Golden | None = None) -> None:
+def draw_run(rows: Sequence[Mapping[str, Any]], path: Path | str, title: str, golden: Arm | None = None) -> None:
     """curve.png: the run's loss over the golden one; below, the smoothed gap and the band it must stay in."""
     figure, top, bottom = _figure(golden is not None)
     _losses(top, rows, "this run", _RUN)
@@ -22,11 +22,11 @@ def draw_run(rows: Sequence[Mapping[str, Any]], path: Path | str, title: str, go
             color=_REFERENCE,
             lw=2.5,
             alpha=0.7,
-            label="golden",
+            label=f"golden, {golden.name}",
             zorder=0,
         )
         steps, loss, _ = gaps(rows, golden.rows)
-        band = [golden.row_at(s)["band"] for s in steps]
+        band = [golden.at(s)["band"] for s in steps]
         bottom.fill_between(steps, [-b for b in band], band, color=_BAND, label="band")
         bottom.plot(steps, smoothed(loss), color=_GAP, lw=1.3, label=f"gap, mean of {WINDOW} steps")
         _zoom(bottom, band, smoothed(loss))

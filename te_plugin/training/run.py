@@ -14,7 +14,7 @@ import torch
 
 from te_plugin.config import Config, ConfigError, recipe_hash, to_yaml
 from te_plugin.convergence.check import RunFacts, judge
-from te_plugin.convergence.golden import Golden, golden_path
+from te_plugin.convergence.golden import Arm, Golden, golden_path
 from te_plugin.convergence.verdict import VERDICT_FILE, Verdict
 from te_plugin.training import checkpoint as ckpt
 from te_plugin.training import distributed
@@ -102,7 +102,8 @@ class _Run:
             context_free_entropy=_entropy_of(cfg, data) if world.is_main else None,
         )
         tracker = self._make_tracker()
-        matching = golden if golden is not None and golden.recipe_hash == facts.recipe_hash else None
+        fits = golden is not None and golden.recipe_hash == facts.recipe_hash
+        matching = golden.arm_for(cfg.precision.name) if fits else None
         loop = Loop(
             cfg,
             self.run_dir,
@@ -141,7 +142,7 @@ class _Run:
         return verdict
 
     def _conclude(
-        self, verdict: Verdict | None, facts: RunFacts, golden: Golden | None, matching: Golden | None
+        self, verdict: Verdict | None, facts: RunFacts, golden: Golden | None, matching: Arm | None
     ) -> Verdict:
         """Rank 0: what really ran, the verdict and the picture. A full disk must not hide how the run ended."""
         verdict = verdict or judge(self.cfg, self.run_dir, facts, golden)
@@ -208,7 +209,7 @@ class _Run:
         )
         write_json(self.run_dir / "env.json", environment)
 
-    def _draw(self, golden: Golden | None) -> None:
+    def _draw(self, golden: Arm | None) -> None:
         rows = read_metrics(self.run_dir) if (self.run_dir / METRICS_FILE).exists() else []
         if rows:
             from te_plugin.convergence.pictures import draw_run
@@ -233,12 +234,12 @@ def _record(run: _Run) -> Verdict:
         _prepare_run_dir(cfg, folder, world)
         return _Run(cfg, folder, run.adapter, world, None).execute()
 
-    verdict = record(run.cfg, run.run_dir, run.facts, world.device, world.size, world.dp_size, run_twin, world.is_main)
+    verdict = record(run.cfg, run.run_dir, run.facts, world, run_twin)
     verdict = world.broadcast_object(verdict)
     if world.is_main:
         verdict.save(run.run_dir)
         if verdict.status == "PASS":
-            run._draw(Golden.load(golden_path(run.cfg.recipe)))
+            run._draw(Golden.load(golden_path(run.cfg.recipe)).arm_for(run.cfg.precision.name))
     return verdict
 
 

@@ -33,16 +33,23 @@ def curve(rng, noise=0.0, shift=0.0, slope=0.0, norm=1.0):
 
 @pytest.fixture
 def recorded(rng):
-    twins = {f"twin{i}": curve(rng, noise=0.01) for i in range(3)}
     header = {"recipe": "r", "recipe_hash": "h", "order_hash": "o", "init_hash": "i", "reason": "test"}
-    return golden.build(header, curve(rng), twins)
+    runs = {"fp8_current": curve(rng), "bf16": curve(rng, slope=-0.1)}
+    return golden.build(
+        header,
+        runs,
+        {
+            arm: {f"twin{i}": curve(rng, noise=0.01, slope=slope) for i in range(3)}
+            for arm, slope in (("fp8_current", 0.0), ("bf16", -0.1))
+        },
+    )
 
 
 FACTS = RunFacts("h", "o", "i", 384, STEPS, 3.0)
 
 
-def status(rows, recorded, facts=FACTS):
-    gates = curve_gates(rows, facts, recorded, "r")
+def status(rows, recorded, facts=FACTS, precision="fp8_current"):
+    gates = curve_gates(rows, facts, recorded, "r", precision)
     return None if any(g.passed is None for g in gates) else all(g.passed for g in gates)
 
 
@@ -57,8 +64,17 @@ def test_small_lasting_differences_fail_in_both_directions(recorded, rng, wrong)
     assert status(curve(rng, noise=0.01, **wrong), recorded) is False
 
 
+def test_a_precision_is_held_to_its_own_arm_and_an_unknown_one_to_the_wide_band(recorded, rng):
+    between = curve(rng, noise=0.01, slope=-0.05)
+    assert status(curve(rng, noise=0.01, slope=-0.1), recorded, precision="bf16") is True
+    assert status(between, recorded, precision="bf16") is False
+    assert status(between, recorded) is False
+    assert status(between, recorded, precision="fp8_block") is True
+    assert status(curve(rng, noise=0.01, slope=-0.4), recorded, precision="fp8_block") is False
+
+
 def test_a_loss_that_is_too_low_fails_and_hints_at_a_leak(recorded, rng):
-    gates = {g.name: g for g in curve_gates(curve(rng, slope=-0.1), FACTS, recorded, "r")}
+    gates = {g.name: g for g in curve_gates(curve(rng, slope=-0.1), FACTS, recorded, "r", "fp8_current")}
     assert (
         gates["curve"].passed is False
         and "other documents" in gates["curve"].message
@@ -79,7 +95,7 @@ def test_a_diverged_run_fails_and_names_the_step(recorded, rng):
 )
 def test_another_recipe_order_or_start_is_not_judged(recorded, rng, field, named):
     facts = RunFacts(**{**FACTS.__dict__, field: "other"})
-    (gate,) = curve_gates(curve(rng), facts, recorded, "r")
+    (gate,) = curve_gates(curve(rng), facts, recorded, "r", "fp8_current")
     assert gate.passed is None and named in gate.message
 
 
@@ -98,14 +114,14 @@ def test_golden_files_read_back_and_say_why_and_how(recorded, tmp_path):
     path = tmp_path / "r" / "golden.jsonl"
     recorded.save(path)
     back = Golden.load(path)
-    assert back.header == recorded.header and list(back.rows) == list(recorded.rows)
+    assert back == recorded and set(back.arms) == {"fp8_current", "bf16"}
     header = json.loads(path.read_text().splitlines()[0])
     assert (
         header["reason"] == "test"
-        and set(header["band"]["twins"]) == {"twin0", "twin1", "twin2"}
+        and set(header["band"]["measured"]["bf16"]) == {"twin0", "twin1", "twin2"}
         and "10-step" in header["band"]["how"]
     )
-    bands = [row["band"] for row in back.rows]
+    bands = [row["band"] for row in back.arm_for("fp8_current").rows]
     assert bands == sorted(bands) and bands[0] >= golden.LOSS_FLOOR
 
 
@@ -119,13 +135,13 @@ def test_a_damaged_golden_file_is_a_clear_error(tmp_path, damage):
 
 def test_a_band_is_measured_on_whole_twins_or_not_made(rng):
     with pytest.raises(GoldenError, match="measured"):
-        golden.build({}, curve(rng), {})
+        golden.build({}, {"bf16": curve(rng)}, {})
     with pytest.raises(GoldenError, match="119 of the 120"):
-        golden.build({}, curve(rng), {"short": curve(rng)[:-1]})
+        golden.build({}, {"bf16": curve(rng)}, {"bf16": {"short": curve(rng)[:-1]}})
     broken = curve(rng)
     broken[5]["train/loss"] = math.inf
-    with pytest.raises(GoldenError, match="non-finite"):
-        golden.build({}, curve(rng), {"broken": broken})
+    with pytest.raises(GoldenError, match="not finite"):
+        golden.build({}, {"bf16": curve(rng)}, {"bf16": {"broken": broken}})
 
 
 def test_smoothing_is_the_mean_of_the_last_window():
