@@ -24,7 +24,7 @@ from te_plugin.megatron.weights import initialise
 def initialize(cfg, device: torch.device | str = "cpu") -> None:
     """Process groups for a run: torch.distributed, then Megatron's parallel_state, with the sizes of cfg.parallel.
 
-    Under torchrun (RANK and WORLD_SIZE are set) it joins that job. Otherwise it makes a job of one process around a store in
+    Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) it joins that job. Otherwise it makes a job of one process around a store in
     memory: no port is opened, so runs on one machine cannot clash. Groups that exist already are used, and must fit.
     """
     device = torch.device(device)
@@ -33,8 +33,12 @@ def initialize(cfg, device: torch.device | str = "cpu") -> None:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device if device.index is not None else int(os.environ.get("LOCAL_RANK", 0)))
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        launched = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
+        if len(launched) == 4:
             dist.init_process_group(backend)
+        elif int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ConfigError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}, but of RANK, MASTER_ADDR and MASTER_PORT only "
+                              f"{', '.join(launched)} are set; start the processes with torchrun, or set all four")
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     sizes = dict(tensor_model_parallel_size=parallel.tensor_parallel, pipeline_model_parallel_size=parallel.pipeline_parallel,

@@ -57,6 +57,37 @@ def test_megatron_lms_own_model_builder_builds_and_runs_it():
     assert weight.std().item() == pytest.approx(config.init_method_std, rel=0.1) and weight.grad.abs().sum() > 0
 
 
+def documented_command() -> list[str]:
+    """The words of the pretrain_gpt.py command in docs/adapters.md."""
+    page = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()
+    return page.split("pretrain_gpt.py", 1)[1].split("```", 1)[0].replace("\\\n", " ").split()
+
+
+def test_the_documented_megatron_lm_command_builds_an_fp8_model(monkeypatch, tmp_path):
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.models.gpt import GPTModelBuilder
+
+    plugin.initialize(small_config())
+    recipe = tmp_path / "fp8.yaml"
+    recipe.write_text("configs: {fp8: {te_plugin: {precision: fp8_current}}}\n"
+                      "matchers: {rest: {type: glob, enabled: true, pattern: '*', config: fp8}}\n")
+    words = [str(recipe) if word == "fp8.yaml" else word for word in documented_command()]
+    model = ("--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+             "--ffn-hidden-size 128 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 1 "
+             "--position-embedding-type rope --train-iters 2 --lr 1e-3 --use-cpu-initialization --tokenizer-type NullTokenizer "
+             "--vocab-size 128 --untie-embeddings-and-output-weights --bf16").split()
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words, *model])
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    args = parse_args()
+    validate_args(args)
+    args.padded_vocab_size = 128
+    built = GPTModelBuilder(gpt_config_from_args(args)).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    report = plugin.precision_report(built)
+    assert len(report) == 8 and set(report.values()) == {"fp8_current"}
+
+
 def test_rotation_inside_attention_refuses_a_model_that_also_rotates_outside():
     config = transformer()
     for kind in ("rope", "learned_absolute", None):
