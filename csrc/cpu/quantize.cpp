@@ -145,34 +145,38 @@ struct Quantize {
     stats[1] = float(bad);
   }
 
-  void write_scale(int64_t index, Scale s) const {
-    if (scale_byte != nullptr) scale_byte[index] = e8m0_encode(s.scale_inv);
-    else scale_inv[index] = s.scale_inv;
+  // n scales into places `first`, first + step, ... of whichever kind of scale there is.
+  static void put(uint8_t* bytes, float* floats, int64_t first, int64_t step, const float* value, int64_t n) {
+    if (bytes != nullptr) {
+      for (int64_t i = 0; i < n; ++i) bytes[first + i * step] = e8m0_encode(value[i]);
+    } else {
+      for (int64_t i = 0; i < n; ++i) floats[first + i * step] = value[i];
+    }
   }
-  void write_scale_t(int64_t index, Scale s) const {
-    if (scale_byte_t != nullptr) scale_byte_t[index] = e8m0_encode(s.scale_inv);
-    else scale_inv_t[index] = s.scale_inv;
+  void write_scales(int64_t first, const float* value, int64_t n) const { put(scale_byte, scale_inv, first, 1, value, n); }
+  void write_scales_t(int64_t first, int64_t step, const float* value, int64_t n) const {
+    put(scale_byte_t, scale_inv_t, first, step, value, n);
   }
   Scale scale_of(uint32_t amax_bits) const { return scale_from_amax(amax_bits, fp8_max(format), pow2); }
 
   // The row-major copy of a tile with scales[r * scale_ld + c / group] (r, c from the tile's corner), and, when the transposed copy
   // has the same scales, that one too.
-  void encode_tile(const Tile& t, const float* scales, int64_t scale_ld, int64_t group, bool transpose) const {
+  void encode_tile(const Tile& t, const float* scales, int64_t scale_ld, int64_t group, bool clean, bool transpose) const {
     if (!transpose) {
-      TE_SIMD_CALL(encode_rows)(part(x, t.row, t.col), t.rows, t.cols, scales, scale_ld, group, format, data + t.row * cols + t.col, cols);
+      TE_SIMD_CALL(encode_rows)(part(x, t.row, t.col), t.rows, t.cols, scales, scale_ld, group, format, clean, data + t.row * cols + t.col, cols);
       return;
     }
     for_each_subtile(t, [&](int64_t c, int64_t n) {
       uint8_t* out = data + t.row * cols + c;
-      TE_SIMD_CALL(encode_rows)(part(x, t.row, c), t.rows, n, scales + (c - t.col) / group, scale_ld, group, format, out, cols);
+      TE_SIMD_CALL(encode_rows)(part(x, t.row, c), t.rows, n, scales + (c - t.col) / group, scale_ld, group, format, clean, out, cols);
       TE_SIMD_CALL(transpose_bytes)(out, cols, t.rows, n, data_t + c * rows + t.row, rows);
     });
   }
 
   // The transposed copy of a subtile with a scale per column for every `group` rows.
-  void encode_transposed(const Tile& t, int64_t c, int64_t n, const float* scales, int64_t scale_ld, int64_t group) const {
+  void encode_transposed(const Tile& t, int64_t c, int64_t n, const float* scales, int64_t scale_ld, int64_t group, bool clean) const {
     uint8_t tile[kBandRows * kSubtile];
-    TE_SIMD_CALL(encode_cols)(part(x, t.row, c), t.rows, n, scales, scale_ld, group, format, tile, kSubtile);
+    TE_SIMD_CALL(encode_cols)(part(x, t.row, c), t.rows, n, scales, scale_ld, group, format, clean, tile, kSubtile);
     TE_SIMD_CALL(transpose_bytes)(tile, kSubtile, t.rows, n, data_t + c * rows + t.row, rows);
   }
 
@@ -189,15 +193,17 @@ struct Quantize {
       s = {*given_scale, 1.0f / *given_scale};
       for_each_tile([&](const Tile& t) {
         amax_of_tile(t);
-        encode_tile(t, &s.scale, 0, t.cols, data_t != nullptr);
+        const bool clean = tile_amax[t.index] < kInfBits && bits_float(tile_amax[t.index]) * s.scale <= fp8_max(format);
+        encode_tile(t, &s.scale, 0, t.cols, clean, data_t != nullptr);
       });
     } else {
       for_each_tile(amax_of_tile);
       s = scale_of(amax());
-      for_each_tile([&](const Tile& t) { encode_tile(t, &s.scale, 0, t.cols, data_t != nullptr); });
+      const bool clean = amax() < kInfBits;
+      for_each_tile([&](const Tile& t) { encode_tile(t, &s.scale, 0, t.cols, clean, data_t != nullptr); });
     }
-    write_scale(0, s);
-    if (scale_inv_t != nullptr) write_scale_t(0, s);
+    write_scales(0, &s.scale_inv, 1);
+    if (scale_inv_t != nullptr) write_scales_t(0, 1, &s.scale_inv, 1);
   }
 
   // A scale per row; the transposed copy has a scale per column.
@@ -212,22 +218,24 @@ struct Quantize {
       if (transposed) TE_SIMD_CALL(amax_cols)(part(x, t.row, t.col), t.rows, t.cols, col_amax.data() + t.index / chunks * cols + t.col);
       count(t);
     });
-    std::vector<float> row_scale(rows), col_scale(transposed ? cols : 0);
-    auto reduce = [&](const std::vector<uint32_t>& parts, int64_t count, int64_t n, std::vector<float>& scales, auto write) {
-      for (int64_t i = 0; i < n; ++i) {
-        uint32_t best = 0;
-        for (int64_t p = 0; p < count; ++p) best = parts[p * n + i] > best ? parts[p * n + i] : best;
-        const Scale s = scale_of(best);
-        scales[i] = s.scale;
-        write(i, s);
+    // The parts of a row or column are in the first `n` entries afterwards.
+    auto reduce = [&](std::vector<uint32_t>& parts, int64_t count, int64_t n, float* inverse) {
+      std::vector<float> scales(n);
+      parts.resize(count > 0 ? count * n : n, 0);
+      for (int64_t p = 1; p < count; ++p) {
+        for (int64_t i = 0; i < n; ++i) parts[i] = parts[p * n + i] > parts[i] ? parts[p * n + i] : parts[i];
       }
+      TE_SIMD_CALL(scales_from_amax)(parts.data(), n, fp8_max(format), pow2, scales.data(), inverse);
+      return scales;
     };
-    reduce(row_amax, chunks, rows, row_scale, [&](int64_t i, Scale s) { write_scale(i, s); });
-    if (transposed) reduce(col_amax, bands, cols, col_scale, [&](int64_t i, Scale s) { write_scale_t(i, s); });
+    const std::vector<float> row_scale = reduce(row_amax, chunks, rows, scale_inv);
+    std::vector<float> col_scale;
+    if (data_t != nullptr) col_scale = reduce(col_amax, bands, cols, scale_inv_t);
+    const bool clean = amax() < kInfBits;
     for_each_tile([&](const Tile& t) {
-      encode_tile(t, row_scale.data() + t.row, 1, t.cols, false);
+      encode_tile(t, row_scale.data() + t.row, 1, t.cols, clean, false);
       if (!transposed) return;
-      for_each_subtile(t, [&](int64_t c, int64_t n) { encode_transposed(t, c, n, col_scale.data() + c, 0, kBandRows); });
+      for_each_subtile(t, [&](int64_t c, int64_t n) { encode_transposed(t, c, n, col_scale.data() + c, 0, kBandRows, clean); });
     });
   }
 
@@ -238,31 +246,22 @@ struct Quantize {
     for_each_tile([&](const Tile& t) {
       for_each_subtile(t, [&](int64_t c, int64_t n) {
         uint32_t amax_bits[kBandRows * most];
-        float scales[kBandRows * most];
+        float scales[kBandRows * most], inverse[kBandRows * most];
         const int64_t groups = ceil_div(n, group);
         const Matrix m = part(x, t.row, c);
         TE_SIMD_CALL(amax_rows)(m, t.rows, n, group, amax_bits);
-        for (int64_t r = 0; r < t.rows; ++r) {
-          for (int64_t g = 0; g < groups; ++g) {
-            note(t, amax_bits[r * groups + g]);
-            const Scale s = scale_of(amax_bits[r * groups + g]);
-            scales[r * groups + g] = s.scale;
-            write_scale((t.row + r) * across + c / group + g, s);
-          }
-        }
-        TE_SIMD_CALL(encode_rows)(m, t.rows, n, scales, groups, group, format, data + t.row * cols + c, cols);
+        note(t, TE_SIMD_CALL(scales_from_amax)(amax_bits, t.rows * groups, fp8_max(format), pow2, scales, inverse));
+        for (int64_t r = 0; r < t.rows; ++r) write_scales((t.row + r) * across + c / group, inverse + r * groups, groups);
+        const bool clean = tile_amax[t.index] < kInfBits;
+        TE_SIMD_CALL(encode_rows)(m, t.rows, n, scales, groups, group, format, clean, data + t.row * cols + c, cols);
         if (data_t == nullptr) return;
         const int64_t tall = ceil_div(t.rows, group);
         for (int64_t g = 0; g < tall; ++g) {
-          uint32_t* col_amax = amax_bits + g * kSubtile;
-          TE_SIMD_CALL(amax_cols)(part(x, t.row + g * group, c), min64(group, t.rows - g * group), n, col_amax);
-          for (int64_t i = 0; i < n; ++i) {
-            const Scale s = scale_of(col_amax[i]);
-            scales[g * kSubtile + i] = s.scale;
-            write_scale_t((c + i) * down + t.row / group + g, s);
-          }
+          TE_SIMD_CALL(amax_cols)(part(x, t.row + g * group, c), min64(group, t.rows - g * group), n, amax_bits);
+          TE_SIMD_CALL(scales_from_amax)(amax_bits, n, fp8_max(format), pow2, scales + g * kSubtile, inverse);
+          write_scales_t(c * down + t.row / group + g, down, inverse, n);
         }
-        encode_transposed(t, c, n, scales, kSubtile, group);
+        encode_transposed(t, c, n, scales, kSubtile, group, clean);
       });
       count(t);
     });
@@ -278,9 +277,9 @@ struct Quantize {
         for (int64_t r = 0; r < t.rows; ++r) best = row_amax[r] > best ? row_amax[r] : best;
         note(t, best);
         const Scale s = scale_of(best);
-        write_scale(t.row / kBlock * across + c / kBlock, s);
-        if (data_t != nullptr) write_scale_t(c / kBlock * down + t.row / kBlock, s);
-        encode_tile(Tile{t.index, t.row, c, t.rows, n}, &s.scale, 0, n, data_t != nullptr);
+        write_scales(t.row / kBlock * across + c / kBlock, &s.scale_inv, 1);
+        if (data_t != nullptr) write_scales_t(c / kBlock * down + t.row / kBlock, 1, &s.scale_inv, 1);
+        encode_tile(Tile{t.index, t.row, c, t.rows, n}, &s.scale, 0, n, best < kInfBits, data_t != nullptr);
       });
       count(t);
     });

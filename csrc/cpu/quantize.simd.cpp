@@ -1,10 +1,12 @@
-// Inner loops of quantise and dequantise (quantize_kernels.h). Plain loops over lanes: the compiler vectorises them; the bits are
-// the same at every level because each lane is one FP32 multiplication followed by integer arithmetic (convert.h).
+// Inner loops of quantise and dequantise (quantize_kernels.h). The bits are the same at every level because each lane is one FP32
+// multiplication followed by integer arithmetic (convert.h; encode_vector.h is the same written for vectors).
 #include <cstdint>
 #include <cstring>
 
 #include "convert.h"
+#include "encode_vector.h"
 #include "quantize_kernels.h"
+#include "scaling.h"
 
 namespace te {
 namespace TE_SIMD {
@@ -97,31 +99,42 @@ int64_t count_nonfinite_t(const T* x, int64_t ld, int64_t rows, int64_t cols) {
   return count;
 }
 
-// One scale for n values.
-template <int Code, typename T>
-TE_INLINE void encode_span(const T* __restrict__ x, int64_t n, float scale, uint8_t* __restrict__ out) {
-  for (int64_t i = 0; i < n; ++i) out[i] = uint8_t(fp8_encode<Code>(to_float(x[i]) * scale));
+// ---- encoding --------------------------------------------------------------------------------------------------------------
+
+// n values with one scale, or with a scale each (PerLane). Clean: the caller knows that no product is NaN or beyond the format's
+// largest value, as with any scale that comes from the amax of finite values.
+template <int Code, bool Clean, bool PerLane, typename T>
+TE_INLINE void encode_span(const T* __restrict__ x, int64_t n, const float* __restrict__ scale, uint8_t* __restrict__ out) {
+  int64_t i = 0;
+  for (; i + kStep <= n; i += kStep) {
+    Floats v[kVectors];
+    Words code[kVectors];
+    load_step(x + i, v);
+    for (int k = 0; k < kVectors; ++k) {
+      const Floats s = PerLane ? load_floats(scale + i + k * kWidth) : Floats{} + *scale;
+      code[k] = encode_vector<Code, Clean>(v[k] * s);
+    }
+    store_step(code, out + i);
+  }
+  for (; i < n; ++i) out[i] = uint8_t(fp8_encode<Code>(to_float(x[i]) * scale[PerLane ? i : 0]));
 }
 
-template <int Code, typename T>
+template <int Code, bool Clean, typename T>
 void encode_rows_t(const T* x, int64_t ld, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group,
                    uint8_t* out, int64_t out_ld) {
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t begin = 0, g = 0; begin < cols; begin += group, ++g) {
       const int64_t n = cols - begin < group ? cols - begin : group;
-      encode_span<Code>(x + r * ld + begin, n, scales[r * scale_ld + g], out + r * out_ld + begin);
+      encode_span<Code, Clean, false>(x + r * ld + begin, n, scales + r * scale_ld + g, out + r * out_ld + begin);
     }
   }
 }
 
-template <int Code, typename T>
+template <int Code, bool Clean, typename T>
 void encode_cols_t(const T* x, int64_t ld, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group,
                    uint8_t* out, int64_t out_ld) {
   for (int64_t r = 0; r < rows; ++r) {
-    const T* __restrict__ p = x + r * ld;
-    const float* __restrict__ s = scales + (r / group) * scale_ld;
-    uint8_t* __restrict__ o = out + r * out_ld;
-    for (int64_t c = 0; c < cols; ++c) o[c] = uint8_t(fp8_encode<Code>(to_float(p[c]) * s[c]));
+    encode_span<Code, Clean, true>(x + r * ld, cols, scales + (r / group) * scale_ld, out + r * out_ld);
   }
 }
 
@@ -194,6 +207,26 @@ void amax_cols(Matrix m, int64_t rows, int64_t cols, uint32_t* out) {
   TE_BY_DTYPE(m, amax_cols_t(rows_of<T>(m), m.ld, rows, cols, out))
 }
 
+uint32_t scales_from_amax(const uint32_t* __restrict__ amax, int64_t n, float max, bool pow2, float* __restrict__ scale,
+                          float* __restrict__ scale_inv) {
+  if (pow2) {
+    for (int64_t i = 0; i < n; ++i) {
+      const Scale s = scale_from_amax(amax[i], max, true);
+      scale[i] = s.scale;
+      scale_inv[i] = s.scale_inv;
+    }
+  } else {
+    for (int64_t i = 0; i < n; ++i) {
+      const Scale s = scale_from_amax(amax[i], max, false);
+      scale[i] = s.scale;
+      scale_inv[i] = s.scale_inv;
+    }
+  }
+  int32_t best = 0;  // the sign bit of an amax is clear
+  for (int64_t i = 0; i < n; ++i) best = int32_t(amax[i]) > best ? int32_t(amax[i]) : best;
+  return uint32_t(best);
+}
+
 int64_t count_nonfinite(Matrix m, int64_t rows, int64_t cols) {
   int64_t count = 0;
   TE_BY_DTYPE(m, count = count_nonfinite_t(rows_of<T>(m), m.ld, rows, cols))
@@ -201,13 +234,21 @@ int64_t count_nonfinite(Matrix m, int64_t rows, int64_t cols) {
 }
 
 void encode_rows(Matrix m, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group, int64_t format,
-                 uint8_t* out, int64_t out_ld) {
-  TE_BY_FORMAT(format, TE_BY_DTYPE(m, (encode_rows_t<Code, T>(rows_of<T>(m), m.ld, rows, cols, scales, scale_ld, group, out, out_ld))))
+                 bool clean, uint8_t* out, int64_t out_ld) {
+  if (clean) {
+    TE_BY_FORMAT(format, TE_BY_DTYPE(m, (encode_rows_t<Code, true>(rows_of<T>(m), m.ld, rows, cols, scales, scale_ld, group, out, out_ld))))
+  } else {
+    TE_BY_FORMAT(format, TE_BY_DTYPE(m, (encode_rows_t<Code, false>(rows_of<T>(m), m.ld, rows, cols, scales, scale_ld, group, out, out_ld))))
+  }
 }
 
 void encode_cols(Matrix m, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group, int64_t format,
-                 uint8_t* out, int64_t out_ld) {
-  TE_BY_FORMAT(format, TE_BY_DTYPE(m, (encode_cols_t<Code, T>(rows_of<T>(m), m.ld, rows, cols, scales, scale_ld, group, out, out_ld))))
+                 bool clean, uint8_t* out, int64_t out_ld) {
+  if (clean) {
+    TE_BY_FORMAT(format, TE_BY_DTYPE(m, (encode_cols_t<Code, true>(rows_of<T>(m), m.ld, rows, cols, scales, scale_ld, group, out, out_ld))))
+  } else {
+    TE_BY_FORMAT(format, TE_BY_DTYPE(m, (encode_cols_t<Code, false>(rows_of<T>(m), m.ld, rows, cols, scales, scale_ld, group, out, out_ld))))
+  }
 }
 
 void transpose_bytes(const uint8_t* in, int64_t in_ld, int64_t rows, int64_t cols, uint8_t* out, int64_t out_ld) {

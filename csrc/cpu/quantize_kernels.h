@@ -24,15 +24,18 @@ enum MatrixDtype : int { kF32 = 0, kBf16 = 1, kF16 = 2 };
 TE_SIMD_DECLARE(void, amax_rows, (Matrix m, int64_t rows, int64_t cols, int64_t group, uint32_t* out))
 // out[c] = amax bits of column c.
 TE_SIMD_DECLARE(void, amax_cols, (Matrix m, int64_t rows, int64_t cols, uint32_t* out))
+// scale[i], scale_inv[i] of amax[i], and the maximum of amax.
+TE_SIMD_DECLARE(uint32_t, scales_from_amax,
+                (const uint32_t* amax, int64_t n, float max, bool pow2, float* scale, float* scale_inv))
 TE_SIMD_DECLARE(int64_t, count_nonfinite, (Matrix m, int64_t rows, int64_t cols))
-// out[r, c] = encode(x[r, c] * scales[r * scale_ld + c / group])
+// out[r, c] = encode(x[r, c] * scales[r * scale_ld + c / group]). clean: no product is NaN or above the format's maximum.
 TE_SIMD_DECLARE(void, encode_rows,
                 (Matrix m, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group, int64_t format,
-                 uint8_t* out, int64_t out_ld))
+                 bool clean, uint8_t* out, int64_t out_ld))
 // out[r, c] = encode(x[r, c] * scales[(r / group) * scale_ld + c])
 TE_SIMD_DECLARE(void, encode_cols,
                 (Matrix m, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group, int64_t format,
-                 uint8_t* out, int64_t out_ld))
+                 bool clean, uint8_t* out, int64_t out_ld))
 // out[c, r] = in[r, c]
 TE_SIMD_DECLARE(void, transpose_bytes,
                 (const uint8_t* in, int64_t in_ld, int64_t rows, int64_t cols, uint8_t* out, int64_t out_ld))

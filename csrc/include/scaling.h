@@ -19,26 +19,33 @@ struct Scale {
 };
 
 // Smallest e with 2^e >= x, for x > 0 and finite, cut off at -126; 0 for x == 0.
-TE_INLINE int ceil_log2(float x) {
+TE_INLINE int32_t ceil_log2(float x) {
   const uint32_t u = float_bits(x);
-  if (u == 0) return 0;
-  if (u < 0x00800000u) return -126;  // subnormal: at most 2^-126
-  return int(u >> 23) - 127 + ((u & 0x7FFFFFu) != 0 ? 1 : 0);
+  const int32_t normal = int32_t(u >> 23) - 127 + ((u & 0x7FFFFFu) != 0 ? 1 : 0);
+  const int32_t e = u < 0x00800000u ? -126 : normal;  // subnormal: at most 2^-126
+  return u == 0 ? 0 : e;
 }
 
-// amax as the bits of a non-negative float; NaN and infinity allowed.
+// amax as the bits of a non-negative float; NaN and infinity allowed. Branch-free, so that a loop over blocks vectorises.
 TE_INLINE Scale scale_from_amax(uint32_t amax_bits, float max, bool pow2) {
-  if (amax_bits > kInfBits) return {bits_float(kNanBits), bits_float(kNanBits)};
-  if (amax_bits == 0) return {1.0f, 1.0f};
   const float amax = amax_bits == kInfBits ? kFltMax : bits_float(amax_bits);
+  float scale, scale_inv;
   if (pow2) {
-    int e = ceil_log2(amax / max);
-    e = e < -126 ? -126 : e > 126 ? 126 : e;
-    return {bits_float(uint32_t(127 - e) << 23), bits_float(uint32_t(127 + e) << 23)};
+    int32_t e = ceil_log2(amax / max);
+    e = e < -126 ? -126 : e;
+    e = e > 126 ? 126 : e;
+    scale = bits_float(uint32_t(127 - e) << 23);
+    scale_inv = bits_float(uint32_t(127 + e) << 23);
+  } else {
+    scale = max / amax;
+    scale = scale > kFltMax ? kFltMax : scale;
+    scale_inv = 1.0f / scale;
   }
-  float scale = max / amax;
-  scale = scale > kFltMax ? kFltMax : scale;
-  return {scale, 1.0f / scale};
+  scale = amax_bits == 0 ? 1.0f : scale;
+  scale_inv = amax_bits == 0 ? 1.0f : scale_inv;
+  scale = amax_bits > kInfBits ? bits_float(kNanBits) : scale;
+  scale_inv = amax_bits > kInfBits ? bits_float(kNanBits) : scale_inv;
+  return {scale, scale_inv};
 }
 
 // The E8M0 byte of a power of two (or NaN) made by scale_from_amax.
