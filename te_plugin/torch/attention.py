@@ -181,6 +181,10 @@ def attention(
         needs_backward=needs_backward, kernel=kernel, fallback=fallback)
     q, k, v = _innermost_contiguous(q), _innermost_contiguous(k), _innermost_contiguous(v)
     if needs_backward:
+        if torch.compiler.is_compiling():
+            # A traced autograd function gives a tensor that is passed twice the gradient of one place only.
+            k = k.view_as(k) if k is q else k
+            v = v.view_as(v) if v is q or v is k else v
         out, lse = _Attention.apply(q, k, v, cu_q, cu_k, start_q, start_k, options)
     else:
         out, lse = _forward_op(q, k, v, cu_q, cu_k, start_q, start_k, options.key())

@@ -103,16 +103,30 @@ def _fake_quantize_rows(x, o: GroupedOptions, operand: str, inside):
 
 def _fake_quantize_columns(x, o: GroupedOptions, operand: str, group_sizes, inside):
     """x[M,C] rounded with scales along M, as the operands of wgrad are. Blocks never span two groups."""
-    kind = numerics.scaling(o.precision)
-    x = torch.where(inside, x, 0)
-    if getattr(kind, operand) == "tensor":
+    if getattr(numerics.scaling(o.precision), operand) == "tensor":
         return _fake_quantize_rows(x, o, operand, inside)
-    options = operand_options(kind, operand, o.pow2_scale, True)
+    return torch.ops.te_plugin.round_group_columns(torch.where(inside, x, 0), group_sizes, operand, o.key())
+
+
+def _round_group_columns(x, group_sizes, operand: str, options: str):
+    """An op of its own, because the loop over groups reads their sizes on the host, which a traced graph cannot."""
+    o = GroupedOptions.from_key(options)
+    options = operand_options(numerics.scaling(o.precision), operand, o.pow2_scale, True)
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for a, b in _bounds(group_sizes, x.shape[0]):
         if b > a:
             y[a:b] = quantize_2d(x[a:b].contiguous(), options).dequantize_transpose(torch.float32).t()
     return y
+
+
+define("round_group_columns(Tensor x, Tensor group_sizes, str operand, str options) -> Tensor", _round_group_columns,
+       lambda x, group_sizes, operand, options: x.new_empty(x.shape, dtype=torch.float32))
+
+
+def _to(x, dtype: torch.dtype):
+    """x.to(dtype), and x itself where nothing changes: a traced no-op makes one tensor count as two outputs of the forward,
+    and the gradient of the first is lost."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _fake_quantize_weight(weight, o: GroupedOptions, transpose: bool):
@@ -134,7 +148,7 @@ class _GroupedLinear(torch.autograd.Function):
         if numerics.scaling(o.precision) is None:
             return torch.ops.te_plugin.grouped_gemm(x, weight, group_sizes, key)
         xq = _fake_quantize_rows(x, o, "activation", _rows_in_groups(group_sizes, x.shape[0]))
-        return torch.ops.te_plugin.grouped_gemm(xq, _fake_quantize_weight(weight, o, False), group_sizes, key).to(x.dtype)
+        return _to(torch.ops.te_plugin.grouped_gemm(xq, _fake_quantize_weight(weight, o, False), group_sizes, key), x.dtype)
 
     @staticmethod
     def backward(ctx, dy):
