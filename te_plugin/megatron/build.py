@@ -24,8 +24,9 @@ from te_plugin.megatron.weights import initialise
 def initialize(cfg, device: torch.device | str = "cpu") -> None:
     """Process groups for a run: torch.distributed, then Megatron's parallel_state, with the sizes of cfg.parallel.
 
-    Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) it joins that job. Otherwise it makes a job of one process around a store in
-    memory: no port is opened, so runs on one machine cannot clash. Groups that exist already are used, and must fit.
+    Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) it joins that job. Otherwise it makes a job of one
+    process around a store in memory: no port is opened, so runs on one machine cannot clash. Groups that exist already are used,
+    and must fit.
     """
     device = torch.device(device)
     parallel = cfg.parallel
