@@ -1,4 +1,4 @@
-"""Runs a function in N joined gloo processes and returns what each one returned."""
+"""Runs a function in N joined processes and returns what each one returned."""
 
 import os
 import socket
@@ -7,7 +7,7 @@ import traceback
 import torch.multiprocessing as mp
 
 
-def _entry(rank, size, port, function, arguments, queue):
+def _entry(rank, size, port, backend, function, arguments, queue):
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -20,20 +20,22 @@ def _entry(rank, size, port, function, arguments, queue):
     import torch.distributed as dist
 
     try:
-        dist.init_process_group("gloo")  # one group for every run inside `function`
+        dist.init_process_group(backend)  # one group for every run inside `function`
         queue.put((rank, function(*arguments), None))
     except BaseException:
         queue.put((rank, None, traceback.format_exc()))
 
 
-def run_ranks(size, function, *arguments, timeout=240):
+def run_ranks(size, function, *arguments, backend="gloo", timeout=240):
     """[function(*arguments) of rank 0, rank 1, ...]; the first traceback of any rank fails the test."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = mp.get_context("spawn")
     queue = context.Queue()
-    processes = [context.Process(target=_entry, args=(r, size, port, function, arguments, queue)) for r in range(size)]
+    processes = [
+        context.Process(target=_entry, args=(r, size, port, backend, function, arguments, queue)) for r in range(size)
+    ]
     for process in processes:
         process.start()
     results = {}
