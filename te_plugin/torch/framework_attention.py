@@ -95,5 +95,58 @@ def _composite_backward(plan: Plan, dout, q, k, v, out, lse, cu_q, cu_k, start_q
     return dq.to(k.dtype), fold(dk).to(k.dtype), fold(dv).to(v.dtype)
 
 
-FORWARD = {"composite": _composite_forward}
-BACKWARD = {"composite": _composite_backward}
+class _FlashSegments:
+    """cu_seqlens as FlashAttention 2 wants them: one list that is both offsets and lengths, and the rows that count.
+
+    A segment is stretched over the gap behind it. Under a causal mask its real rows never see those rows; their inputs are
+    replaced by 0, so that NaN there meets no product, and their outputs are cut away. Lists that reach outside the tensor are
+    bent back inside before the kernel sees them, and the result is NaN, because reading them on the host would stop the GPU.
+    """
+
+    def __init__(self, cu: torch.Tensor, start: torch.Tensor, tokens: int):
+        lengths = cu[1:] - cu[:-1]
+        ends = torch.cummax(start.clamp(0, tokens), 0).values
+        ends[-1:] = torch.where(start[-1:] == cu[-1:], ends[-1:], tokens)
+        self.cu = ends.int()
+        used = lengths > 0
+        fits = (lengths >= 0).all() & (~used | ((start[:-1] >= 0) & (start[:-1] + lengths <= start[1:]))).all()
+        self.valid = fits & (start[-1] <= tokens) & (cu[0] == 0)
+        self.inside = (segment_ids(cu, start, tokens)[0] >= 0)[:, None, None]
+
+    def clean(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(self.inside, x, 0)
+
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(self.valid, torch.where(self.inside, x, 0), float("nan"))
+
+
+def _window(plan: Plan) -> tuple[int | None, int | None]:
+    left, _ = plan.problem.window
+    return (left, 0) if left >= 0 else (None, None)
+
+
+def _flash_forward(plan: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
+    at_q = _FlashSegments(cu_q, start_q, q.shape[0])
+    at_k = at_q if cu_k is cu_q and start_k is start_q else _FlashSegments(cu_k, start_k, k.shape[0])
+    left, right = _window(plan)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        at_q.clean(q), at_k.clean(k), at_k.clean(v), at_q.cu, at_k.cu, q.shape[0], k.shape[0], 0.0, True, False,
+        scale=plan.problem.scale, window_size_left=left, window_size_right=right)
+    lse = torch.where(at_q.inside[:, 0, 0], lse, float("-inf"))
+    return at_q.result(out), lse
+
+
+def _flash_backward(plan: Plan, dout, q, k, v, out, lse, cu_q, cu_k, start_q, start_k):
+    at_q = _FlashSegments(cu_q, start_q, q.shape[0])
+    at_k = at_q if cu_k is cu_q and start_k is start_q else _FlashSegments(cu_k, start_k, k.shape[0])
+    left, right = _window(plan)
+    empty = torch.zeros((), dtype=torch.int64, device=q.device)
+    lse = torch.where(torch.isinf(lse), 0, lse)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        at_q.clean(dout), at_q.clean(q), at_k.clean(k), at_k.clean(v), at_q.clean(out), lse, at_q.cu, at_k.cu, q.shape[0],
+        k.shape[0], 0.0, True, empty, empty, scale=plan.problem.scale, window_size_left=left, window_size_right=right)
+    return at_q.result(dq), at_k.result(dk), at_k.result(dv)
+
+
+FORWARD = {"composite": _composite_forward, "flash": _flash_forward}
+BACKWARD = {"composite": _composite_backward, "flash": _flash_backward}

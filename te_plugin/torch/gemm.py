@@ -10,7 +10,7 @@ import torch
 from te_plugin.ops.gemm.problem import GemmProblem
 from te_plugin.plan import Plan, plan
 from te_plugin.torch import launches
-from te_plugin.torch.call import DTYPE_NAME, define, dtype_name, target_of
+from te_plugin.torch.call import DTYPE_NAME, define, dtype_name, launch, target_of
 from te_plugin.torch.options import Options
 from te_plugin.torch.quantize import QuantizedTensor, dequantize
 
@@ -58,12 +58,19 @@ def _plan(m, n, k, plain_dtype, out_dtype, accumulate, device, key) -> Plan:
 
 def _scaled(a, scale_a, b, scale_b, options: str, out_dtype: torch.dtype):
     chosen = _plan(a.shape[0], b.shape[0], a.shape[1], None, out_dtype, False, a.device, options)
+    if chosen.kernel.library is not None:
+        c = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+        launch(chosen, "gemm", a, b, scale_a, scale_b, c, *chosen.attributes)
+        return c
     launches.record(chosen, "gemm")
     return SCALED[chosen.kernel.name](GemmOptions.from_key(options), a, scale_a, b, scale_b, out_dtype, None)
 
 
 def _scaled_accumulate(a, scale_a, b, scale_b, out, options: str) -> None:
     chosen = _plan(a.shape[0], b.shape[0], a.shape[1], None, out.dtype, True, a.device, options)
+    if chosen.kernel.library is not None:
+        launch(chosen, "gemm", a, b, scale_a, scale_b, out, *chosen.attributes)
+        return
     launches.record(chosen, "gemm")
     SCALED[chosen.kernel.name](GemmOptions.from_key(options), a, scale_a, b, scale_b, out.dtype, out)
 
@@ -91,9 +98,16 @@ def _composite_scaled(o: GemmOptions, a, scale_a, b, scale_b, out_dtype, out):
     return torch.mm(left, right.t()).to(out_dtype)
 
 
+def _cublaslt_scaled(o: GemmOptions, a, scale_a, b, scale_b, out_dtype, out):
+    if o.granularity_a == "row":
+        scale_a, scale_b = scale_a[:, None], scale_b[None]
+    product = torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=True)
+    return product if out is None else out.add_(product)
+
+
 # Kernels that exist in torch only, by the name under which ops/gemm/kernels.py registers them.
-SCALED = {"composite": _composite_scaled}
-PLAIN = {"composite": lambda a, b: torch.mm(a, b.t())}
+SCALED = {"composite": _composite_scaled, "cublaslt": _cublaslt_scaled}
+PLAIN = {"composite": lambda a, b: torch.mm(a, b.t()), "cublaslt": lambda a, b: torch.mm(a, b.t())}
 
 
 @functools.lru_cache(maxsize=1024)

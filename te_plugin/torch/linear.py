@@ -49,11 +49,18 @@ class _PlainLinear(torch.autograd.Function):
         dw = None
         if ctx.needs_input_grad[1]:
             if ctx.o.accumulate_main_grad:
-                weight.main_grad.addmm_(dy.float().t(), x.float())
+                weight.main_grad.add_(_mm_fp32(dy.t(), x))
                 dw = _main_grad_done(weight)
             else:
                 dw = torch.mm(dy.t(), x)
         return dx, dw, None
+
+
+def _mm_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a b in FP32 from BF16 operands: cuBLASLt writes FP32 itself; on the CPU the operands are widened first."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a.float(), b.float())
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -150,7 +157,12 @@ def linear(
             if state.precision != precision:
                 raise ValueError(f"state belongs to precision {state.precision!r}, the call asks for {precision!r}")
             state.begin(weight, torch.is_grad_enabled())
-        y = _Fp8Linear.apply(flat, weight, state, options)
+        padding = -flat.shape[0] % kind.row_multiple if flat.is_cuda else 0
+        if padding:
+            # wgrad contracts over the rows, and tensor cores take them in multiples; rows of zeros change no amax and no sum.
+            y = _Fp8Linear.apply(torch.nn.functional.pad(flat, (0, 0, 0, padding)), weight, state, options)[:flat.shape[0]]
+        else:
+            y = _Fp8Linear.apply(flat, weight, state, options)
     if bias is not None:
         y = y + bias
     return y.view(*x.shape[:-1], weight.shape[0])

@@ -16,6 +16,17 @@ CPU = register(Kernel(name="cpu", op="activation", supports=_cpu_supports, libra
                       entry_points={"forward": "swiglu_forward", "backward": "swiglu_backward"}))
 
 
+def _sm90_supports(problem: ActivationProblem, target: Target) -> Supported | Unsupported:
+    reason = first_reason(
+        wrong_arch(target, "sm90"),
+        wrong_dtype(problem.dtype, *FLOAT_DTYPES),
+    )
+    return Unsupported(reason) if reason else Supported()
+
+
+SM90 = register(Kernel(name="sm90", op="activation", supports=_sm90_supports, library="sm90", entry_points=CPU.entry_points))
+
+
 def _composite_supports(problem: ActivationProblem, target: Target) -> Supported | Unsupported:
     return Supported("framework maths")
 

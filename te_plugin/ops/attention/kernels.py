@@ -73,6 +73,26 @@ CPU = register(Kernel(
 ))
 
 
+def _flash_supports(problem: AttentionProblem, target: Target) -> Supported | Unsupported:
+    reason = first_reason(
+        wrong_arch(target, "sm90", "sm100"),
+        "is torch's own kernel (FlashAttention 2), for torch only" if target.framework == "jax" else None,
+        wrong_dtype(problem.dtype, "bf16", "fp16"),
+        "computes in the dtype of the tensors, not in FP8" if problem.precision == "fp8" else None,
+        f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}" if problem.head_dim > MAX_HEAD_DIM else None,
+        f"head_dim {problem.head_dim} is not a multiple of 8" if problem.head_dim % 8 else None,
+        f"mask {problem.mask} is not among its masks (causal)" if problem.mask != "causal" else None,
+        "adds dQ with atomics, which is not deterministic" if problem.deterministic else None,
+        "accumulates dQ in fp32 only" if problem.dq_accumulation == "bf16" else None,
+        f"window {problem.window} looks to the right of a causal row" if problem.window[1] > 0 else None,
+    )
+    return Unsupported(reason) if reason else Supported("torch's FlashAttention 2 for packed segments")
+
+
+FLASH = register(Kernel(name="flash", op="attention", supports=_flash_supports, attributes=attributes,
+                        describe_layout=describe_layout))
+
+
 def _composite_supports(problem: AttentionProblem, target: Target) -> Supported | Unsupported:
     reason = first_reason(
         wrong_dtype(problem.dtype, *FLOAT_DTYPES),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from te_plugin import numerics
+from te_plugin.ops.checks import first_reason, wrong_arch
 from te_plugin.ops.gemm.problem import GemmProblem
 from te_plugin.plan import Kernel, Supported, Target, Unsupported, register
 
@@ -21,6 +23,62 @@ def _xla_supports(problem: GemmProblem, target: Target) -> Supported | Unsupport
 
 
 XLA = register(Kernel(name="xla", op="gemm", supports=_xla_supports))
+
+
+# How the two operands of an FP8 product may be scaled, and the number the sm90 kernel gives each pair.
+SCALE_KIND = {("tensor", "tensor"): 0, ("row", "row"): 1, ("block_1x128", "block_128x128"): 2, ("block_1x128", "block_1x128"): 3}
+ROW_BYTES = 16  # operands are read in rows of this many bytes
+
+
+def _fp8_reason(problem: GemmProblem) -> str | None:
+    """Why tensor cores of Hopper cannot multiply these FP8 operands."""
+    if problem.scale_a is None or problem.scale_b is None:
+        return "multiplies FP8 operands with scales"
+    if problem.dtype_a not in ("e4m3", "e5m2") or problem.dtype_b not in ("e4m3", "e5m2"):
+        return f"takes OCP formats, not {problem.dtype_a} x {problem.dtype_b}"
+    if (problem.scale_a, problem.scale_b) not in SCALE_KIND:
+        return f"has no form for scales {problem.scale_a} x {problem.scale_b}"
+    if problem.k % ROW_BYTES:
+        return f"K={problem.k} is not a multiple of {ROW_BYTES}"
+    return None
+
+
+def _cublaslt_supports(problem: GemmProblem, target: Target) -> Supported | Unsupported:
+    if reason := wrong_arch(target, "sm90", "sm100"):
+        return Unsupported(reason)
+    if target.framework == "jax":
+        return Unsupported("is reached through torch; JAX has its own name for it, xla")
+    if problem.scale_a is None and problem.scale_b is None:
+        return Supported("the framework's matmul, which is cuBLASLt")
+    reason = first_reason(
+        _fp8_reason(problem),
+        "multiplies e5m2 by e5m2 in no mode" if problem.dtype_a == problem.dtype_b == "e5m2" else None,
+        "is called with scales a tensor or a row; block scales go to sm90" if problem.scale_a not in ("tensor", "row") else None,
+        f"N={problem.n} is not a multiple of {ROW_BYTES}" if problem.n % ROW_BYTES else None,
+    )
+    return Unsupported(reason) if reason else Supported()
+
+
+CUBLASLT = register(Kernel(name="cublaslt", op="gemm", supports=_cublaslt_supports))
+
+
+def _sm90_supports(problem: GemmProblem, target: Target) -> Supported | Unsupported:
+    reason = first_reason(
+        wrong_arch(target, "sm90"),
+        _fp8_reason(problem),
+        "takes the e5m2 operand first, e4m3 second" if problem.dtype_b != "e4m3" else None,
+        "multiplies e4m3 only under block scales" if "block_1x128" == problem.scale_a and problem.dtype_a != "e4m3" else None,
+    )
+    return Unsupported(reason) if reason else Supported()
+
+
+def _sm90_attributes(problem: GemmProblem) -> tuple[int, ...]:
+    return (numerics.FORMATS[problem.dtype_a].code, numerics.FORMATS[problem.dtype_b].code,
+            SCALE_KIND[problem.scale_a, problem.scale_b], int(problem.accumulate))
+
+
+SM90 = register(Kernel(name="sm90", op="gemm", supports=_sm90_supports, library="sm90", entry_points={"gemm": "gemm_fp8"},
+                       attributes=_sm90_attributes))
 
 
 def _composite_supports(problem: GemmProblem, target: Target) -> Supported | Unsupported:

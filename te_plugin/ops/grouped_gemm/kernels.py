@@ -25,6 +25,20 @@ CPU = register(Kernel(
 ))
 
 
+def _sm90_supports(problem: GroupedGemmProblem, target: Target) -> Supported | Unsupported:
+    reason = first_reason(
+        wrong_arch(target, "sm90"),
+        wrong_dtype(problem.dtype, "bf16"),
+        f"is wired for bf16 experts, not {problem.precision}" if problem.precision != "bf16" else None,
+        f"{problem.groups} groups are more than 256" if problem.groups > 256 else None,
+        f"sizes n={problem.n}, k={problem.k} must be multiples of 8" if problem.n % 8 or problem.k % 8 else None,
+    )
+    return Unsupported(reason) if reason else Supported()
+
+
+SM90 = register(Kernel(name="sm90", op="grouped_gemm", supports=_sm90_supports, library="sm90", entry_points=CPU.entry_points))
+
+
 def _composite_supports(problem: GroupedGemmProblem, target: Target) -> Supported | Unsupported:
     return Supported("a loop over experts in framework maths; reads the group sizes on the host")
 

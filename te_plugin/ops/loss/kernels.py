@@ -16,6 +16,17 @@ CPU = register(Kernel(name="cpu", op="loss", supports=_cpu_supports, library="cp
                       entry_points={"forward": "cross_entropy_forward", "backward": "cross_entropy_backward"}))
 
 
+def _sm90_supports(problem: LossProblem, target: Target) -> Supported | Unsupported:
+    reason = first_reason(
+        wrong_arch(target, "sm90"),
+        wrong_dtype(problem.dtype, *FLOAT_DTYPES),
+    )
+    return Unsupported(reason) if reason else Supported()
+
+
+SM90 = register(Kernel(name="sm90", op="loss", supports=_sm90_supports, library="sm90", entry_points=CPU.entry_points))
+
+
 def _composite_supports(problem: LossProblem, target: Target) -> Supported | Unsupported:
     return Supported("framework maths")
 

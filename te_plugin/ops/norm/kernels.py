@@ -16,6 +16,21 @@ CPU = register(Kernel(name="cpu", op="norm", supports=_cpu_supports, library="cp
                       entry_points={"forward": "rms_norm_forward", "backward": "rms_norm_backward"}))
 
 
+MAX_COLUMNS = 16384  # of the sm90 kernel
+
+
+def _sm90_supports(problem: NormProblem, target: Target) -> Supported | Unsupported:
+    reason = first_reason(
+        wrong_arch(target, "sm90"),
+        wrong_dtype(problem.dtype, *FLOAT_DTYPES),
+        f"holds a row in registers: at most {MAX_COLUMNS}, not {problem.columns}" if problem.columns > MAX_COLUMNS else None,
+    )
+    return Unsupported(reason) if reason else Supported()
+
+
+SM90 = register(Kernel(name="sm90", op="norm", supports=_sm90_supports, library="sm90", entry_points=CPU.entry_points))
+
+
 def _composite_supports(problem: NormProblem, target: Target) -> Supported | Unsupported:
     return Supported("framework maths")
 

@@ -34,3 +34,16 @@ CPU = register(Kernel(
     },
     attributes=attributes,
 ))
+
+
+def _sm90_supports(problem: QuantizeProblem, target: Target) -> Supported | Unsupported:
+    reason = first_reason(
+        wrong_arch(target, "sm90"),
+        wrong_dtype(problem.dtype, *FLOAT_DTYPES),
+        f"writes the OCP formats e4m3 and e5m2, not {problem.format}" if problem.format not in ("e4m3", "e5m2") else None,
+    )
+    return Unsupported(reason) if reason else Supported()
+
+
+SM90 = register(Kernel(name="sm90", op="quantize", supports=_sm90_supports, library="sm90", entry_points=CPU.entry_points,
+                       attributes=attributes))
