@@ -105,9 +105,7 @@ class _FlashSegments:
 
     def __init__(self, cu: torch.Tensor, start: torch.Tensor, tokens: int):
         lengths = cu[1:] - cu[:-1]
-        ends = torch.cummax(start.clamp(0, tokens), 0).values
-        ends[-1:] = torch.where(start[-1:] == cu[-1:], ends[-1:], tokens)
-        self.cu = ends.int()
+        self.cu = torch.cummax(start.clamp(0, tokens), 0).values.int()
         used = lengths > 0
         fits = (lengths >= 0).all() & (~used | ((start[:-1] >= 0) & (start[:-1] + lengths <= start[1:]))).all()
         self.valid = fits & (start[-1] <= tokens) & (cu[0] == 0)
