@@ -1,4 +1,4 @@
-// Sources of the fused quantising kernels: values of another op, made from its inputs in registers, rounded to BF16 as the op
+// Inputs of the fused quantising kernels (a Source for amax passes, Tiles for casts): values of another op, made from its inputs in registers, rounded to BF16 as the op
 // alone would round them (so fused and unfused give the same bytes), never written to memory. BF16 only.
 #pragma once
 #include "quantize.cuh"
@@ -6,10 +6,36 @@
 
 namespace te {
 
+// Eight weights as FP32, zeros past the width.
+struct Weights {
+  float w[8];
+  __device__ __forceinline__ Weights(const void* p, bool fp32, int64_t col, int64_t width) {
+    if (col >= width) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) w[j] = 0.f;
+    } else if (fp32) {
+      Vec8<float> a;
+      a.load(static_cast<const float*>(p) + col);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) w[j] = a.get(j);
+    } else {
+      Vec8<bf16> a;
+      a.load(static_cast<const bf16*>(p) + col);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) w[j] = a.get(j);
+    }
+  }
+};
+
+__device__ __forceinline__ void normalise(const Vec8<bf16>& in, float rstd, const Weights& weights, Vec8<bf16>& v) {
+#pragma unroll
+  for (int j = 0; j < 8; j += 2) v.set2(j, in.get(j) * rstd * weights.w[j], in.get(j + 1) * rstd * weights.w[j + 1]);
+}
+
 // RMSNorm of x with known rstd.
 struct NormSource {
   using type = bf16;
-  static constexpr bool kPair = false, kFused = true;
+  static constexpr bool kPair = false;
   const bf16* x;
   int64_t stride;
   const float* rstd;
@@ -19,28 +45,31 @@ struct NormSource {
     if (n <= 0) return v.zero();
     Vec8<bf16> in;
     in.load(x + row * stride + col);
-    const float s = rstd[row];
-    float weight[8];
-    if (w_fp32) {
-      Vec8<float> a;
-      a.load(static_cast<const float*>(w) + col);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) weight[j] = a.get(j);
-    } else {
-      Vec8<bf16> a;
-      a.load(static_cast<const bf16*>(w) + col);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) weight[j] = a.get(j);
-    }
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) v.set2(j, in.get(j) * s * weight[j], in.get(j + 1) * s * weight[j + 1]);
+    normalise(in, rstd[row], Weights(w, w_fp32, col, col + n), v);
+  }
+};
+
+struct NormTiles {
+  using type = bf16;
+  static constexpr bool kPair = false;
+  static constexpr int kInputs = 1;
+  CUtensorMap maps[1];
+  const float* rstd;
+  const void* w;
+  bool w_fp32;
+  __device__ __forceinline__ Weights prepare(int64_t col, int64_t width) const { return Weights(w, w_fp32, col, width); }
+  template <int>
+  __device__ __forceinline__ void read(const uint8_t* in, int64_t row, int64_t R, const Weights& weights, Vec8<bf16>& v, Vec8<bf16>&) const {
+    Vec8<bf16> x;
+    x.load_shared(in);
+    normalise(x, row < R ? __ldg(rstd + row) : 0.f, weights, v);
   }
 };
 
 // silu(gate) * up of x[R, 2C].
 struct SwigluSource {
   using type = bf16;
-  static constexpr bool kPair = false, kFused = true;
+  static constexpr bool kPair = false;
   const bf16* x;
   int64_t stride, C;
   __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<bf16>& v) const {
@@ -52,10 +81,25 @@ struct SwigluSource {
   }
 };
 
+struct SwigluTiles {  // maps: gate, up
+  using type = bf16;
+  static constexpr bool kPair = false;
+  static constexpr int kInputs = 2;
+  CUtensorMap maps[2];
+  __device__ __forceinline__ Nothing prepare(int64_t, int64_t) const { return {}; }
+  template <int INPUT_BYTES>
+  __device__ __forceinline__ void read(const uint8_t* in, int64_t, int64_t, const Nothing&, Vec8<bf16>& v, Vec8<bf16>&) const {
+    Vec8<bf16> gate, up;
+    gate.load_shared(in);
+    up.load_shared(in + INPUT_BYTES);
+    swiglu(gate, up, v);
+  }
+};
+
 // Gradient of SwiGLU: dx[R, 2C] = [d_gate | d_up] from dy[R, C] and x[R, 2C], both halves from one read.
 struct SwigluGradientSource {
   using type = bf16;
-  static constexpr bool kPair = true, kFused = true;
+  static constexpr bool kPair = true;
   const bf16* dy;
   const bf16* x;
   int64_t dy_stride, stride, C;
@@ -65,6 +109,22 @@ struct SwigluGradientSource {
     grad.load(dy + row * dy_stride + col);
     gate.load(x + row * stride + col);
     up.load(x + row * stride + C + col);
+    swiglu_gradient(grad, gate, up, d_gate, d_up);
+  }
+};
+
+struct SwigluGradientTiles {  // maps: dy, gate, up
+  using type = bf16;
+  static constexpr bool kPair = true;
+  static constexpr int kInputs = 3;
+  CUtensorMap maps[3];
+  __device__ __forceinline__ Nothing prepare(int64_t, int64_t) const { return {}; }
+  template <int INPUT_BYTES>
+  __device__ __forceinline__ void read(const uint8_t* in, int64_t, int64_t, const Nothing&, Vec8<bf16>& d_gate, Vec8<bf16>& d_up) const {
+    Vec8<bf16> grad, gate, up;
+    grad.load_shared(in);
+    gate.load_shared(in + INPUT_BYTES);
+    up.load_shared(in + 2 * INPUT_BYTES);
     swiglu_gradient(grad, gate, up, d_gate, d_up);
   }
 };

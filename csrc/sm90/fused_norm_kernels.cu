@@ -31,13 +31,13 @@ __global__ void __launch_bounds__(kRowThreads) rstd_kernel(const bf16* x, int64_
   if (threadIdx.x == 0) rstd[r] = s;
 }
 
-void norm_quantize(const Context& l, const bf16* x, int64_t stride, const bf16* residual, int64_t residual_stride, bf16* h, const void* w, bool w_fp32,
+void norm_quantize(const Context& l, const bf16* x, int64_t stride, const bf16* residual, int64_t residual_stride, bf16* h, const NormTiles& tiles,
                    float* rstd, float eps, const QuantArgs& q, int64_t granularity, int64_t format) {
   with_vectors<bf16>(q.C, true, [&](auto vecs, auto) {
     rstd_kernel<vecs.value><<<static_cast<unsigned>(q.R), kRowThreads, 0, l.stream>>>(x, stride, residual, residual_stride, h, rstd, static_cast<int>(q.C), eps);
   });
-  NormSource source{residual ? h : x, residual ? q.C : stride, rstd, w, w_fp32};
-  quantize_source(l, source, q, granularity, format);
+  const NormSource source{residual ? h : x, residual ? q.C : stride, rstd, tiles.w, tiles.w_fp32};
+  quantize_all<true>(l, source, ByTiles<NormTiles>{tiles}, q, granularity, format, true);
 }
 
 }  // namespace te

@@ -133,10 +133,8 @@ void run(const Launch& l, const Problem& p, const TensorView& a, const TensorVie
   const int element = p.fp8 ? 1 : 2;
   const bool mn = !p.fp8 && p.mode == Mode::ragged_k;
   const int64_t rows_b = p.mode == Mode::ragged_m ? p.groups * p.N : p.N;
-  const CUtensorMap map_a = mn ? tensor_map(pointer<void>(a), p.K, p.M * element, p.M * element, 64, element, "a")
-                               : tensor_map(pointer<void>(a), p.M, p.K * element, p.K * element, bm / kCluster, element, "a");
-  const CUtensorMap map_b = mn ? tensor_map(pointer<void>(b), p.K, p.N * element, p.N * element, 64, element, "b")
-                               : tensor_map(pointer<void>(b), rows_b, p.K * element, p.K * element, kBlockN, element, "b");
+  const CUtensorMap map_a = mn ? operand_map(pointer<void>(a), p.K, p.M, 64, element, "a") : operand_map(pointer<void>(a), p.M, p.K, bm / kCluster, element, "a");
+  const CUtensorMap map_b = mn ? operand_map(pointer<void>(b), p.K, p.N, 64, element, "b") : operand_map(pointer<void>(b), rows_b, p.K, kBlockN, element, "b");
   const int64_t pairs = ceil_div(p.N, kBlockN * kCluster);
   const int64_t row_tiles = ceil_div(p.M, bm) + (p.mode == Mode::ragged_m ? p.groups + 1 : 0);  // each group may end inside a tile
   const int64_t tiles = row_tiles * pairs * (p.mode == Mode::ragged_k ? p.groups : 1);

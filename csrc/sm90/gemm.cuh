@@ -249,9 +249,8 @@ __device__ __forceinline__ void store_wave(const float (&d)[64], uint8_t* stagin
         if (p.vector_c) {
           if constexpr (sizeof(T) == 4) {
             if (p.accumulate) {
-              const float4 old = *reinterpret_cast<const float4*>(out);
-              v.x = __float_as_uint(__uint_as_float(v.x) + old.x), v.y = __float_as_uint(__uint_as_float(v.y) + old.y);
-              v.z = __float_as_uint(__uint_as_float(v.z) + old.z), v.w = __float_as_uint(__uint_as_float(v.w) + old.w);
+              ptx::add_float4(out, v);
+              continue;
             }
           }
           *reinterpret_cast<uint4*>(out) = v;
@@ -287,7 +286,7 @@ __device__ __forceinline__ void bring_scales(const float* from, const float* fac
   };
   read(t.k0);
   for (int k = t.k0; k < t.k1; ++k, advance()) {
-    ptx::barrier_wait_cluster(empty + stage, phase ^ 1);
+    ptx::barrier_wait(empty + stage, phase ^ 1);
 #pragma unroll
     for (int i = 0; i < N; ++i) to[stage * STRIDE + 32 * i] = value[i];
     if (k + 1 < t.k1) read(k + 1);
@@ -344,7 +343,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
       while (schedule.next(t)) {
         const int b_row = MODE == Mode::ragged_m ? t.group * p.N + t.col0 : t.col0;
         for (int k = t.k0; k < t.k1; ++k, advance()) {
-          ptx::barrier_wait_cluster(empty + stage, phase ^ 1);
+          ptx::barrier_wait(empty + stage, phase ^ 1);
           ptx::barrier_arrive_expect(full + stage, Shape::kBytesA + Shape::kBytesB);
           uint8_t *a = smem_a + stage * Shape::kBytesA, *b = smem_b + stage * Shape::kBytesB;
           if constexpr (kMn) {

@@ -14,8 +14,20 @@ template <typename T>
 struct Weight {
   const void* p;
   bool fp32;
-  __device__ __forceinline__ float operator()(int64_t c) const {
-    return fp32 ? static_cast<const float*>(p)[c] : Elem<T>::to_float(static_cast<const T*>(p)[c]);
+  // Columns c .. c+7 of C as FP32, zeros past the end.
+  template <bool VEC>
+  __device__ __forceinline__ void load(int c, int C, float (&out)[8]) const {
+    if (fp32) {
+      Vec8<float> v;
+      v.load_n<VEC>(static_cast<const float*>(p) + c, C - c);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) out[j] = v.get(j);
+    } else {
+      Vec8<T> v;
+      v.template load_n<VEC>(static_cast<const T*>(p) + c, C - c);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) out[j] = v.get(j);
+    }
   }
 };
 
@@ -38,10 +50,11 @@ __global__ void __launch_bounds__(kRowThreads) rms_norm_forward_kernel(const T* 
   for (int k = 0; k < VECS; ++k) {
     const int c = row_column(k);
     if (c >= C) break;
+    float weight[8];
+    w.template load<VEC>(c, C, weight);
     Vec8<T> out;
 #pragma unroll
-    for (int j = 0; j < 8; j += 2)
-      out.set2(j, c + j < C ? v[k].get(j) * s * w(c + j) : 0.f, c + j + 1 < C ? v[k].get(j + 1) * s * w(c + j + 1) : 0.f);
+    for (int j = 0; j < 8; j += 2) out.set2(j, v[k].get(j) * s * weight[j], v[k].get(j + 1) * s * weight[j + 1]);
     out.template store_n<VEC>(y + r * C + c, C - c);
   }
 }
@@ -52,10 +65,18 @@ __global__ void __launch_bounds__(kRowThreads) rms_norm_backward_kernel(const T*
                                                                         const float* rstd, T* dx, float* partial, int64_t R, int C) {
   __shared__ float sm[kRowThreads / 32];
   float dw[VECS][8];
+  Vec8<T> weights[VECS];  // in T; an FP32 weight is read again where it is needed
 #pragma unroll
-  for (int k = 0; k < VECS; ++k)
+  for (int k = 0; k < VECS; ++k) {
+    if (!w.fp32) weights[k].template load_n<VEC>(static_cast<const T*>(w.p) + row_column(k), C - row_column(k));
 #pragma unroll
     for (int j = 0; j < 8; ++j) dw[k][j] = 0.f;
+  }
+  auto weight_of = [&](int k, float (&out)[8]) {
+    if (w.fp32) return w.template load<VEC>(row_column(k), C, out);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) out[j] = weights[k].get(j);
+  };
   for (int64_t r = blockIdx.x; r < R; r += gridDim.x) {
     Vec8<T> g[VECS], v[VECS];
 #pragma unroll
@@ -66,26 +87,29 @@ __global__ void __launch_bounds__(kRowThreads) rms_norm_backward_kernel(const T*
     const float s = rstd[r];
     float dot = 0.f;
 #pragma unroll
-    for (int k = 0; k < VECS; ++k)
+    for (int k = 0; k < VECS; ++k) {
+      float weight[8];
+      weight_of(k, weight);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const int c = row_column(k) + j;
         const float normalised = v[k].get(j) * s, grad = g[k].get(j);
         dw[k][j] = fmaf(grad, normalised, dw[k][j]);
-        if (c < C) dot = fmaf(grad * w(c), normalised, dot);
+        dot = fmaf(grad * weight[j], normalised, dot);
       }
+    }
     const float mean = block_sum(dot, sm) / C;
 #pragma unroll
     for (int k = 0; k < VECS; ++k) {
       const int c = row_column(k);
       if (c >= C) break;
       Vec8<T> out;
+      float weight[8];
+      weight_of(k, weight);
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         float d[2];
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-          d[h] = c + j + h < C ? s * (g[k].get(j + h) * w(c + j + h) - v[k].get(j + h) * s * mean) : 0.f;
+        for (int h = 0; h < 2; ++h) d[h] = s * (g[k].get(j + h) * weight[j + h] - v[k].get(j + h) * s * mean);
         out.set2(j, d[0], d[1]);
       }
       out.template store_n<VEC>(dx + r * C + c, C - c);
@@ -142,7 +166,7 @@ void rms_norm_forward(TensorView x, TensorView w, TensorView y, TensorView rstd,
     if (R == 0) return;
     const T* in = pointer<const T>(x);
     T* out = pointer<T>(y);
-    with_vectors<T>(C, aligned(in, 16) && aligned(out, 16) && stride * sizeof(T) % 16 == 0, [&](auto vecs, auto vec) {
+    with_vectors<T>(C, aligned(in, 16) && aligned(out, 16) && aligned(weight.p, 16) && stride * sizeof(T) % 16 == 0, [&](auto vecs, auto vec) {
       rms_norm_forward_kernel<T, vecs.value, vec.value><<<static_cast<unsigned>(R), kRowThreads, 0, l.stream>>>(
           in, stride, weight, out, pointer<float>(rstd), static_cast<int>(C), static_cast<float>(eps));
     });
@@ -175,7 +199,7 @@ void rms_norm_backward(TensorView dy, TensorView x, TensorView w, TensorView rst
     const Scratch partial(l.device(), l.stream, sizeof(float) * blocks * C);
     const T *in = pointer<const T>(x), *grad = pointer<const T>(dy);
     T* out = pointer<T>(dx);
-    const bool ok = aligned(in, 16) && aligned(grad, 16) && aligned(out, 16) && stride * sizeof(T) % 16 == 0 && dy_stride * sizeof(T) % 16 == 0;
+    const bool ok = aligned(in, 16) && aligned(weight.p, 16) && aligned(grad, 16) && aligned(out, 16) && stride * sizeof(T) % 16 == 0 && dy_stride * sizeof(T) % 16 == 0;
     with_vectors<T>(C, ok, [&](auto vecs, auto vec) {
       rms_norm_backward_kernel<T, vecs.value, vec.value><<<blocks, kRowThreads, 0, l.stream>>>(
           grad, dy_stride, in, stride, weight, pointer<const float>(rstd), out, partial.as<float>(), R, static_cast<int>(C));

@@ -181,6 +181,14 @@ struct Vec8 {
       w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
     }
   }
+  __device__ __forceinline__ void load_shared(const void* p) {
+    const uint4 a = static_cast<const uint4*>(p)[0];
+    w[0] = a.x, w[1] = a.y, w[2] = a.z, w[3] = a.w;
+    if constexpr (Elem<T>::kPer == 1) {
+      const uint4 b = static_cast<const uint4*>(p)[1];
+      w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
+    }
+  }
   // The first n of eight elements, one by one; the rest is zero. For edges and unaligned rows.
   __device__ __forceinline__ void load_some(const T* p, int n) {
     zero();

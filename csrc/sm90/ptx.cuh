@@ -32,28 +32,17 @@ __device__ __forceinline__ void barrier_arrive_expect(uint64_t* bar, uint32_t by
 __device__ __forceinline__ void barrier_arrive(uint64_t* bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
 }
-// Arrives at the barrier at the same place in block `rank` of the cluster.
+// Arrives at the barrier at the same place in block `rank` of the cluster. Without .release.cluster on purpose: that compiles to a fence
+// of the whole GPU at every stage (measured: a third of the GEMM's speed), and what it would order is ordered already, since
+// wgmma has read its operands (wgmma_wait) and ordinary loads have returned.
 __device__ __forceinline__ void barrier_arrive_cluster(uint64_t* bar, uint32_t rank) {
   asm volatile(
       "{\n"
       ".reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
       "}" ::"r"(shared_address(bar)), "r"(rank) : "memory");
 }
-// Waits for arrivals of other blocks of the cluster too.
-__device__ __forceinline__ void barrier_wait_cluster(uint64_t* bar, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra end;\n"
-      "bra again;\n"
-      "end:\n"
-      "}" ::"r"(shared_address(bar)), "r"(parity) : "memory");
-}
-
 // ---- Cluster -------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t cluster_rank() {
@@ -83,6 +72,13 @@ __device__ __forceinline__ void tma_load_2d_multicast(void* dst, const CUtensorM
           shared_address(dst)),
       "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y), "h"(blocks)
       : "memory");
+}
+// Adds four floats (as bits) to global memory, without waiting for the old values. One add an element a call, so the sum is the same
+// in every run; subnormal results become zero.
+__device__ __forceinline__ void add_float4(float* p, uint4 v) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(__uint_as_float(v.x)), "f"(__uint_as_float(v.y)), "f"(__uint_as_float(v.z)),
+               "f"(__uint_as_float(v.w))
+               : "memory");
 }
 // Ordinary stores to shared memory become visible to the copy engine and the tensor cores.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -1,4 +1,4 @@
-// Launches the passes that a granularity needs, for any Source (see quantize_tile.cuh).
+// Launches the passes that a granularity needs (see quantize_tile.cuh): amax from a Source, casts from its Tiles.
 #pragma once
 #include "context.h"
 #include "quantize_tile.cuh"
@@ -6,38 +6,83 @@
 namespace te {
 
 // A tensor in memory; rows may be apart. VEC: rows start on 16 bytes and C is a multiple of 8.
-template <typename T, bool VEC_>
+template <typename T, bool VEC>
 struct PlainSource {
   using type = T;
-  static constexpr bool kPair = false, kFused = false;
+  static constexpr bool kPair = false;
   const T* x;
   int64_t stride;
   __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<T>& v) const {
-    v.template load_n<VEC_>(x + row * stride + col, n);
+    v.template load_n<VEC>(x + row * stride + col, n);
+  }
+};
+
+struct Nothing {};
+
+template <typename T>
+struct PlainTiles {
+  using type = T;
+  static constexpr bool kPair = false, kFused = false;
+  static constexpr int kInputs = 1;
+  CUtensorMap maps[1];
+  __device__ __forceinline__ Nothing prepare(int64_t, int64_t) const { return {}; }
+  template <int>
+  __device__ __forceinline__ void read(const uint8_t* in, int64_t, int64_t, const Nothing&, Vec8<T>& v, Vec8<T>&) const {
+    v.load_shared(in);
   }
 };
 
 template <class Source, int FMT, int MODE>
-void launch_quantize(const Context& l, const Source& source, const QuantArgs& q, bool reverse) {
-  const unsigned tiles = static_cast<unsigned>(ceil_div(q.R, kTile) * ceil_div(Source::kPair ? q.C / 2 : q.C, kTile));
-  if (q.data_t) quantize_kernel<Source, FMT, MODE, true><<<tiles, kQuantThreads, 0, l.stream>>>(source, q, reverse);
-  else quantize_kernel<Source, FMT, MODE, false><<<tiles, kQuantThreads, 0, l.stream>>>(source, q, reverse);
+void launch_direct(const Context& l, const Source& source, const QuantArgs& q) {
+  const unsigned tiles = static_cast<unsigned>(ceil_div(q.R, kTile) * ceil_div(q.C, kTile));
+  if (q.data_t) quantize_kernel<Source, FMT, MODE, true><<<tiles, kQuantThreads, 0, l.stream>>>(source, q);
+  else quantize_kernel<Source, FMT, MODE, false><<<tiles, kQuantThreads, 0, l.stream>>>(source, q);
 }
+
+template <class Tiles, int FMT, int MODE, bool TR>
+void launch_tiles_of(const Context& l, const Tiles& source, const QuantArgs& q, bool reverse) {
+  using Shape = TilesShape<Tiles, MODE, TR>;
+  auto* kernel = quantize_tiles_kernel<Tiles, FMT, MODE, TR>;
+  static const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSmem);
+  (void)ready;  // a failure shows at the launch
+  const int64_t tiles = ceil_div(q.R, kTile) * ceil_div(Tiles::kPair ? q.C / 2 : q.C, kTile);
+  const unsigned grid = static_cast<unsigned>(std::min<int64_t>(tiles, static_cast<int64_t>(l.sms) * Shape::kBlocks));
+  kernel<<<grid, kQuantThreads, Shape::kSmem, l.stream>>>(source, q, reverse);
+}
+
+// How the casts of a tensor are launched: through TMA, or one tile a block where its rows forbid that.
+template <class Tiles>
+struct ByTiles {
+  const Tiles& tiles;
+  template <int FMT, int MODE>
+  void launch(const Context& l, const QuantArgs& q, bool reverse) const {
+    if (q.data_t) launch_tiles_of<Tiles, FMT, MODE, true>(l, tiles, q, reverse);
+    else launch_tiles_of<Tiles, FMT, MODE, false>(l, tiles, q, reverse);
+  }
+};
+template <class Source>
+struct Direct {
+  const Source& source;
+  template <int FMT, int MODE>
+  void launch(const Context& l, const QuantArgs& q, bool) const {
+    launch_direct<Source, FMT, MODE>(l, source, q);
+  }
+};
 
 template <class Source>
 void launch_amax(const Context& l, const Source& source, const QuantArgs& q, uint32_t* row_amax, uint32_t* col_amax) {
-  const int64_t tiles = ceil_div(q.R, kTile) * ceil_div(q.C, kTile);
-  const unsigned grid = static_cast<unsigned>(std::min<int64_t>(tiles, l.sms * kQuantBlocks<Source>));
+  const int64_t tiles = ceil_div(q.R, kTile) * ceil_div(Source::kPair ? q.C / 2 : q.C, kTile);
+  const unsigned grid = static_cast<unsigned>(std::min<int64_t>(tiles, static_cast<int64_t>(l.sms) * kQuantBlocks<Source>));
   amax_kernel<<<grid, kQuantThreads, 0, l.stream>>>(source, q.R, q.C, q.stats, row_amax, col_amax);
 }
 
 // Row, block and MX scaling. Row scaling reads twice: the scale of the first value of a row depends on the last one.
-template <class Source, int FMT>
-void quantize_source_scaled(const Context& l, const Source& source, QuantArgs q, int64_t granularity) {
+template <int FMT, class Source, class Cast>
+void quantize_scaled(const Context& l, const Source& source, const Cast& cast, QuantArgs q, int64_t granularity, bool reverse) {
   q.write_stats = true;
-  if (granularity == kBlock1x128) return launch_quantize<Source, FMT, kMode1x128>(l, source, q, false);
-  if (granularity == kBlock128x128) return launch_quantize<Source, FMT, kMode128x128>(l, source, q, false);
-  if (granularity == kMx) return launch_quantize<Source, FMT, kModeMx>(l, source, q, false);
+  if (granularity == kBlock1x128) return cast.template launch<FMT, kMode1x128>(l, q, reverse);
+  if (granularity == kBlock128x128) return cast.template launch<FMT, kMode128x128>(l, q, reverse);
+  if (granularity == kMx) return cast.template launch<FMT, kModeMx>(l, q, reverse);
   uint32_t* row_amax = static_cast<uint32_t*>(q.scale_inv);
   uint32_t* col_amax = static_cast<uint32_t*>(q.scale_inv_t);
   cudaMemsetAsync(row_amax, 0, q.R * 4, l.stream);
@@ -45,29 +90,30 @@ void quantize_source_scaled(const Context& l, const Source& source, QuantArgs q,
   launch_amax(l, source, q, row_amax, col_amax);
   q.write_stats = false;
   q.row_amax = row_amax, q.col_amax = col_amax;
-  launch_quantize<Source, FMT, kAmaxArrays>(l, source, q, true);
+  cast.template launch<FMT, kAmaxArrays>(l, q, true);
   const int64_t nb = col_amax ? q.C : 0;
   finish_scales_kernel<FMT><<<static_cast<unsigned>(ceil_div(q.R + nb, 256)), 256, 0, l.stream>>>(row_amax, q.R, col_amax, nb, q.pow2);
 }
 
 // Tensor scaling: one read with a given scale (delayed), two without (current).
-template <class Source, int FMT>
-void quantize_source_tensor(const Context& l, const Source& source, QuantArgs q) {
+template <int FMT, class Source, class Cast>
+void quantize_tensor(const Context& l, const Source& source, const Cast& cast, QuantArgs q, bool reverse) {
   q.write_stats = q.scale != nullptr;
   if (!q.scale) launch_amax(l, source, q, nullptr, nullptr);
-  launch_quantize<Source, FMT, kGiven>(l, source, q, q.scale == nullptr);
+  cast.template launch<FMT, kGiven>(l, q, reverse || q.scale == nullptr);
 }
 
-// Fused sources take E5M2 with tensor scaling only (the gradients of fp8_current and fp8_delayed); the host code has refused the rest.
-template <class Source>
-void quantize_source(const Context& l, const Source& source, const QuantArgs& q, int64_t granularity, int64_t format) {
+// FUSED: E5M2 with tensor scaling only (the gradients of fp8_current and fp8_delayed); the host code has refused the rest.
+// reverse: an earlier kernel of the op has just read the same tensor.
+template <bool FUSED, class Source, class Cast>
+void quantize_all(const Context& l, const Source& source, const Cast& cast, const QuantArgs& q, int64_t granularity, int64_t format, bool reverse) {
   if (granularity == kTensor) {
-    if (format == kE4M3) quantize_source_tensor<Source, kE4M3>(l, source, q);
-    else quantize_source_tensor<Source, kE5M2>(l, source, q);
+    if (format == kE4M3) quantize_tensor<kE4M3>(l, source, cast, q, reverse);
+    else quantize_tensor<kE5M2>(l, source, cast, q, reverse);
   } else if (format == kE4M3) {
-    quantize_source_scaled<Source, kE4M3>(l, source, q, granularity);
-  } else if constexpr (!Source::kFused) {
-    quantize_source_scaled<Source, kE5M2>(l, source, q, granularity);
+    quantize_scaled<kE4M3>(l, source, cast, q, granularity, reverse);
+  } else if constexpr (!FUSED) {
+    quantize_scaled<kE5M2>(l, source, cast, q, granularity, reverse);
   }
 }
 

@@ -2,8 +2,17 @@
 #include "quantize.cuh"
 
 namespace te {
-void quantize_fp32(const Context& l, const void* x, int64_t stride, bool vec, const QuantArgs& q, int64_t granularity, int64_t format) {
-  if (vec) quantize_source(l, PlainSource<float, true>{static_cast<const float*>(x), stride}, q, granularity, format);
-  else quantize_source(l, PlainSource<float, false>{static_cast<const float*>(x), stride}, q, granularity, format);
+
+// map: null where the copy engine cannot read x.
+void quantize_fp32(const Context& l, const void* x, int64_t stride, const CUtensorMap* map, const QuantArgs& q, int64_t granularity, int64_t format) {
+  using T = float;
+  if (map) {
+    const PlainTiles<T> tiles{{*map}};
+    quantize_all<false>(l, PlainSource<T, true>{static_cast<const T*>(x), stride}, ByTiles<PlainTiles<T>>{tiles}, q, granularity, format, false);
+  } else {
+    const PlainSource<T, false> source{static_cast<const T*>(x), stride};
+    quantize_all<false>(l, source, Direct<PlainSource<T, false>>{source}, q, granularity, format, false);
+  }
 }
+
 }  // namespace te

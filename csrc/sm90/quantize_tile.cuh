@@ -5,9 +5,10 @@
 // is packed in registers and needs shared memory once (8-byte writes, 16-byte reads, both without bank conflicts).
 //
 // Where the values come from is the Source of the kernels at the end (a plain tensor, or the output of another op that then
-// never exists in memory). A Source has `type`, `kPair`, `kFused` and `load`; see quantize.cuh and fused.cuh.
+// never exists in memory): a Source loads from global memory, a Tiles from shared memory that TMA filled; see quantize.cuh, fused.cuh.
 #pragma once
 #include "numeric.cuh"
+#include "ptx.cuh"
 
 namespace te {
 
@@ -67,7 +68,7 @@ __device__ __forceinline__ void store_bytes(uint8_t* p, uint64_t bytes, int64_t 
   }
 }
 
-// Adds a warp's amax (FP32 bits) and its non-finite count to stats. A plain look first keeps most warps off the atomic.
+// Adds a warp's amax (FP32 bits) and its lanes' non-finite counts to stats, once a warp and kernel.
 __device__ __forceinline__ void add_stats(float* stats, uint32_t warp_amax_bits, int nonfinite, int lane) {
   uint32_t* slot = reinterpret_cast<uint32_t*>(stats);
   if (lane == 0 && warp_amax_bits > *reinterpret_cast<volatile uint32_t*>(slot)) atomicMax(slot, warp_amax_bits);
@@ -92,9 +93,28 @@ __device__ __forceinline__ int count_nonfinite(const Vec8<T> (&v)[8]) {
   return n;
 }
 
+// What a thread has seen so far: largest magnitude (of T) and number of non-finite values.
+struct Seen {
+  uint32_t amax = 0;
+  int nonfinite = 0;
+};
+
+template <typename T>
+__device__ __forceinline__ void add_seen(const QuantArgs& q, const Seen& seen) {
+  if (!q.write_stats) return;
+  add_stats(q.stats, Elem<T>::magnitude_to_float_bits(__reduce_max_sync(0xffffffffu, seen.amax)), seen.nonfinite, threadIdx.x & 31);
+}
+
+// The one scale of kGiven; written out by the block that holds the first tile.
+template <int FMT>
+__device__ __forceinline__ Scale given_scale(const QuantArgs& q) {
+  if (!q.scale) return scale_from_amax(reinterpret_cast<const uint32_t*>(q.stats)[0], kFormatMax<FMT>, q.pow2);
+  return {*q.scale, __fdiv_rn(1.f, *q.scale)};
+}
+
 template <typename T, int FMT, int MODE, bool TR>
-__device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const QuantArgs& q, int64_t row0, int64_t col0,
-                                              QuantSmem<T, MODE, TR>& sm) {
+__device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const QuantArgs& q, int64_t row0, int64_t col0, const Scale& given,
+                                              QuantSmem<T, MODE, TR>& sm, Seen& seen) {
   using E = Elem<T>;
   constexpr int kWords = E::kWords;
   constexpr float kLimit = kFormatMax<FMT>;
@@ -111,29 +131,24 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
     for (int i = 1; i < 8; ++i) column[k] = max_word<T>(column[k], abs_word<T>(v[i].w[k]));
   }
   uint32_t warp_amax = 0;
-  if (MODE == kMode128x128 || q.write_stats) {
+  {
     uint32_t m = column[0];
 #pragma unroll
     for (int k = 1; k < kWords; ++k) m = max_word<T>(m, column[k]);
-    warp_amax = E::magnitude_to_float_bits(__reduce_max_sync(0xffffffffu, fold_word<T>(m)));
-    if (q.write_stats) add_stats(q.stats, warp_amax, warp_amax >= kFloatInf ? count_nonfinite<T>(v) : 0, lane);
+    m = fold_word<T>(m);
+    seen.amax = max(seen.amax, m);
+    if (m >= E::kInf) seen.nonfinite += count_nonfinite<T>(v);
+    if constexpr (MODE == kMode128x128) warp_amax = E::magnitude_to_float_bits(__reduce_max_sync(0xffffffffu, m));
   }
 
   // Row scales: row_scale[i] of row + i.
   float row_scale[8];
   if constexpr (MODE == kGiven) {
-    Scale s;
-    if (q.scale) {
-      s.scale = *q.scale;
-      s.inv = __fdiv_rn(1.f, s.scale);
-    } else {
-      s = scale_from_amax(reinterpret_cast<const uint32_t*>(q.stats)[0], kLimit, q.pow2);
-    }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) row_scale[i] = s.scale;
+    for (int i = 0; i < 8; ++i) row_scale[i] = given.scale;
     if (row0 == 0 && col0 == 0 && tid == 0) {
-      static_cast<float*>(q.scale_inv)[0] = s.inv;
-      if constexpr (TR) static_cast<float*>(q.scale_inv_t)[0] = s.inv;
+      static_cast<float*>(q.scale_inv)[0] = given.inv;
+      if constexpr (TR) static_cast<float*>(q.scale_inv_t)[0] = given.inv;
     }
   } else if constexpr (MODE == kAmaxArrays) {
     const int64_t r = row + (lane & 7);
@@ -317,25 +332,92 @@ __device__ __forceinline__ void load_tile(const Source& source, int64_t row0, in
 template <class Source>
 constexpr int kQuantBlocks = sizeof(typename Source::type) == 4 || Source::kPair ? 2 : 3;
 
-// One tile a block, or two (kPair: tensors of two halves [R, 2W] whose halves come from the same inputs; then the second tile lies
-// W columns further). `reverse` walks the tensor from its end: the second pass of current scaling starts with what the first
-// pass left in L2.
+// One tile a block, for tensors that the copy engine cannot read (rows off 16 bytes).
 template <class Source, int FMT, int MODE, bool TR>
 __global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
-    quantize_kernel(const __grid_constant__ Source source, const __grid_constant__ QuantArgs q, bool reverse) {
+    quantize_kernel(const __grid_constant__ Source source, const __grid_constant__ QuantArgs q) {
   using T = typename Source::type;
+  static_assert(!Source::kPair);
   __shared__ QuantSmem<T, MODE, TR> sm;
-  const int64_t width = Source::kPair ? q.C / 2 : q.C;
-  const int64_t tiles_c = (width + kTile - 1) / kTile;
-  const int64_t index = reverse ? static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x : blockIdx.x;
-  const int64_t row0 = index / tiles_c * kTile, col0 = index % tiles_c * kTile;
-  Vec8<T> v[8], second[8];
-  load_tile(source, row0, col0, q.R, width, v, second);
-  quantize_tile<T, FMT, MODE, TR>(v, q, row0, col0, sm);
-  if constexpr (Source::kPair) {
-    __syncthreads();
-    quantize_tile<T, FMT, MODE, TR>(second, q, row0, col0 + width, sm);
+  const int64_t tiles_c = (q.C + kTile - 1) / kTile;
+  const int64_t row0 = blockIdx.x / tiles_c * kTile, col0 = blockIdx.x % tiles_c * kTile;
+  const Scale given = MODE == kGiven ? given_scale<FMT>(q) : Scale{};
+  Vec8<T> v[8], none[8];
+  load_tile(source, row0, col0, q.R, q.C, v, none);
+  Seen seen;
+  quantize_tile<T, FMT, MODE, TR>(v, q, row0, col0, given, sm, seen);
+  add_seen<T>(q, seen);
+}
+
+// Persistent, fed by TMA: while a tile is cast, the next ones are on their way. A Tiles type has `type`, `kInputs` tensors with a map each,
+// kPair (two output tiles: tensors of two halves [R, 2W] made from the same inputs; the second tile lies W columns further),
+// `prepare(col, width)` for what belongs to a thread's columns, and `read` from a stage. `reverse` walks the tensor from its end: a
+// second pass starts with what the first pass left in L2.
+template <class Tiles, int MODE, bool TR>
+struct TilesShape {
+  using T = typename Tiles::type;
+  static constexpr int kInputBytes = kTile * kTile * static_cast<int>(sizeof(T));
+  static constexpr int kStageBytes = Tiles::kInputs * kInputBytes;
+  static constexpr int kStages = 2;
+  static constexpr int kBlocks = kStageBytes <= 32768 ? 2 : 1;
+  static constexpr int kSmem = kStages * kStageBytes + kStages * 8 + static_cast<int>(sizeof(QuantSmem<T, MODE, TR>)) + 16;
+};
+
+template <class Tiles, int FMT, int MODE, bool TR>
+__global__ void __launch_bounds__(kQuantThreads, TilesShape<Tiles, MODE, TR>::kBlocks)
+    quantize_tiles_kernel(const __grid_constant__ Tiles source, const __grid_constant__ QuantArgs q, bool reverse) {
+  using T = typename Tiles::type;
+  using Shape = TilesShape<Tiles, MODE, TR>;
+  constexpr int kStages = Shape::kStages;
+  extern __shared__ __align__(128) uint8_t stages[];
+  auto& sm = *reinterpret_cast<QuantSmem<T, MODE, TR>*>(stages + kStages * Shape::kStageBytes);
+  uint64_t* full = reinterpret_cast<uint64_t*>(stages + kStages * Shape::kStageBytes + (sizeof(sm) + 15) / 16 * 16);
+  const int64_t width = Tiles::kPair ? q.C / 2 : q.C;
+  const int tiles_c = static_cast<int>((width + kTile - 1) / kTile), tiles = tiles_c * static_cast<int>((q.R + kTile - 1) / kTile);
+  auto place = [&](int i, int& row0, int& col0) {
+    if (reverse) i = tiles - 1 - i;
+    row0 = i / tiles_c * kTile, col0 = i % tiles_c * kTile;
+  };
+  auto fetch = [&](int i, int stage) {
+    if (i >= tiles) return;
+    int row0, col0;
+    place(i, row0, col0);
+    ptx::barrier_arrive_expect(full + stage, Shape::kStageBytes);
+#pragma unroll
+    for (int k = 0; k < Tiles::kInputs; ++k)
+      ptx::tma_load_2d(stages + stage * Shape::kStageBytes + k * Shape::kInputBytes, source.maps + k, full + stage, col0, row0);
+  };
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) ptx::barrier_init(full + s, 1);
+    ptx::fence_barrier_init();
+    for (int s = 0; s < kStages; ++s) fetch(blockIdx.x + s * gridDim.x, s);
   }
+  const Scale given = MODE == kGiven ? given_scale<FMT>(q) : Scale{};
+  __syncthreads();
+
+  const int lane = threadIdx.x & 31, row_local = (threadIdx.x >> 5) * 16 + (lane >> 4) * 8, col_local = (lane & 15) * 8;
+  Seen seen;
+  int stage = 0;
+  uint32_t phase = 0;
+  for (int i = blockIdx.x; i < tiles; i += gridDim.x) {
+    int row0, col0;
+    place(i, row0, col0);
+    const auto columns = source.prepare(col0 + col_local, width);
+    Vec8<T> v[8], second[8];
+    ptx::barrier_wait(full + stage, phase);
+    const uint8_t* in = stages + stage * Shape::kStageBytes + (row_local * kTile + col_local) * sizeof(T);
+#pragma unroll
+    for (int r = 0; r < 8; ++r) source.template read<Shape::kInputBytes>(in + r * kTile * sizeof(T), row0 + row_local + r, q.R, columns, v[r], second[r]);
+    __syncthreads();  // the stage has been read, and the shared memory of the tile before is free
+    if (threadIdx.x == 0) fetch(i + kStages * gridDim.x, stage);
+    quantize_tile<T, FMT, MODE, TR>(v, q, row0, col0, given, sm, seen);
+    if constexpr (Tiles::kPair) {
+      __syncthreads();
+      quantize_tile<T, FMT, MODE, TR>(second, q, row0, col0 + width, given, sm, seen);
+    }
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+  add_seen<T>(q, seen);
 }
 
 // Maxima of one tile: returns the thread's largest magnitude, counts non-finite values, and adds to row_amax and col_amax.

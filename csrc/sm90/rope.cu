@@ -16,6 +16,16 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(const T* x, int64_t stri
   float *cosine = sm, *sine = sm + half;
   const int64_t t = blockIdx.x;
   const float position = static_cast<float>(positions[t]);
+  const int vectors = (half + 7) / 8;
+  // The first values are asked for before the angles are made.
+  Vec8<T> a, b;
+  auto load = [&](int u) {
+    const int i = u % vectors * 8;
+    const T* in = x + t * stride_t + u / vectors * stride_h + i;
+    a.template load_n<VEC>(in, half - i);
+    b.template load_n<VEC>(in + half, half - i);
+  };
+  if (threadIdx.x < H * vectors) load(threadIdx.x);
   for (int i = threadIdx.x; i < half; i += kThreads) {
     float s, c;
     sincosf(position * inv_freq[i], &s, &c);
@@ -23,13 +33,9 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(const T* x, int64_t stri
     sine[i] = inverse ? -s : s;
   }
   __syncthreads();
-  const int vectors = (half + 7) / 8;
   for (int u = threadIdx.x; u < H * vectors; u += kThreads) {
     const int h = u / vectors, i = u % vectors * 8;
-    const T* in = x + t * stride_t + h * stride_h + i;
-    Vec8<T> a, b, out_a, out_b;
-    a.template load_n<VEC>(in, half - i);
-    b.template load_n<VEC>(in + half, half - i);
+    Vec8<T> out_a, out_b;
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
       float ya[2], yb[2];
@@ -43,6 +49,7 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(const T* x, int64_t stri
       out_a.set2(j, ya[0], ya[1]);
       out_b.set2(j, yb[0], yb[1]);
     }
+    if (u + kThreads < H * vectors) load(u + kThreads);
     T* out = y + (t * H + h) * D + i;
     out_a.template store_n<VEC>(out, half - i);
     out_b.template store_n<VEC>(out + half, half - i);
