@@ -172,7 +172,7 @@ def _probabilities(chosen: Plan, q, k, mask, lse=None):
     q = jnp.where(mask.any(1)[:, None, None], q, 0).astype(jnp.float32)
     scores = jnp.where(mask, jnp.einsum("qhd,khd->hqk", q, k) * chosen.problem.scale, -jnp.inf)
     if lse is None:
-        top = jnp.max(scores, -1)
+        top = jnp.max(scores, -1, initial=-jnp.inf)  # with no key at all there is nothing to take the maximum of
         safe = jnp.where(jnp.isfinite(top), top, 0.0)
         lse = jnp.where(jnp.isfinite(top), safe + jnp.log(jnp.sum(jnp.exp(scores - safe[..., None]), -1)), -jnp.inf)
     return jnp.exp(scores - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]), lse, q, k
