@@ -95,8 +95,9 @@ inline void check_same_device(const TensorView& t, const TensorView& first, cons
 // Stride between rows of a [R, C] tensor whose rows may be apart, but whose columns touch.
 inline int64_t row_stride(const TensorView& t, const char* name) {
   TE_CHECK(t.ndim() == 2, name << " must have two dimensions, got " << shape_text(t));
+  if (t.size(0) == 0) return t.size(1);  // strides of an empty tensor mean nothing
   TE_CHECK(t.size(1) <= 1 || t.stride(1) == 1, name << " must have innermost stride 1");
-  if (t.size(0) <= 1) return t.size(1);
+  if (t.size(0) == 1) return t.size(1);
   TE_CHECK(t.stride(0) >= t.size(1), name << " has overlapping rows (row stride " << t.stride(0) << ")");
   return t.stride(0);
 }

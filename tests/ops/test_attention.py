@@ -8,7 +8,7 @@ import pytest
 from te_plugin.plan import PlanError, registered
 
 from .checking import BOUNDS, check_attention, check_same_bits
-from .problems import CASES, SEGMENT_TABLES, AttentionCase
+from .problems import CASES, COMPILED_PER_SHAPE, SEGMENT_TABLES, AttentionCase
 from .reference import attention_answer, rounded_inputs
 from .runners import RUNNERS, attention_problem, implementations, parameter
 
@@ -23,7 +23,8 @@ def table(cases=CASES, modes=MODES):
         for case in cases
         for dtype, dq in modes
         for implementation in IMPLEMENTATIONS
-        if implementation.supports(attention_problem(case, dtype, dq_accumulation=dq))
+        if (implementation.runner.name != "jax" or case in COMPILED_PER_SHAPE)
+        and implementation.supports(attention_problem(case, dtype, dq_accumulation=dq))
     ]
 
 
@@ -104,7 +105,7 @@ def test_poison_in_rows_outside_segments_changes_no_bit(implementation, case, dt
 
 @pytest.mark.parametrize(
     "implementation,case,dtype,dq",
-    table([case for case in CASES if case.segments > 1 and case.segments <= 8], [("bf16", "fp32")]),
+    [p for p in table([case for case in CASES if 1 < case.segments <= 8], [("bf16", "fp32")]) if "-jax-" not in p.id],
 )
 def test_a_packed_segment_equals_itself_alone(implementation, case, dtype, dq):
     inputs, kernel, run = case.inputs(), implementation.kernel.name, implementation.runner.attention
@@ -124,6 +125,8 @@ def test_a_packed_segment_equals_itself_alone(implementation, case, dtype, dq):
 
 @pytest.mark.parametrize("implementation,case,dtype,dq", table(SEGMENT_TABLES + CASES[20:24]))
 def test_deterministic_kernels_give_the_same_bits_twice(implementation, case, dtype, dq):
+    if not implementation.supports(attention_problem(case, dtype, dq_accumulation=dq, deterministic=True)):
+        pytest.skip("the kernel refuses deterministic=True, so it promises nothing")
     run = lambda: implementation.runner.attention(  # noqa: E731
         case, case.inputs(), dtype, implementation.kernel.name, dq_accumulation=dq, deterministic=True
     )
