@@ -3,75 +3,11 @@
 //
 // As in the forward, scores, P, dP and dS are held as [key, query]; dK = dS Q and dV = P dO need Q and dO in rows as well, so
 // both layouts of Q and dO are made once a chunk.
+#include "attention_gradient.h"
 #include "attention_tile.h"
 
 namespace te {
 namespace TE_SIMD {
-namespace {
-
-constexpr float kLog2e = 1.4426950408889634f;
-
-// scores := P = exp2(scores * scale - lse), dp := dS = P (dp - delta), both 0 where the query does not see the key.
-void gradient_tile(const AttentionSegment& segment, int64_t row, int64_t rows, KeyRange keys, float scale_log2, const float* lse,
-                   const float* delta, float* scores, float* dp) {
-  const int64_t count = keys.end - keys.begin;
-  const bool masked = rows % kLanes != 0 || !sees_all(segment, row, rows, keys);
-  for (int64_t lane = 0; lane < round_up(rows, kLanes); lane += kLanes) {
-    VecInt first = {}, last = {};
-    if (masked) {
-      for (int i = 0; i < kLanes; ++i) {
-        first[i] = int32_t(larger(first_key(segment, row + lane + i) - keys.begin, 0));
-        last[i] = lane + i < rows ? int32_t(larger(last_key(segment, row + lane + i) - keys.begin, -1)) : -1;
-      }
-    }
-    const Vec log_sum = load(lse + lane) * kLog2e, mean = load(delta + lane);
-    for (int64_t j = 0; j < count; ++j) {
-      float* at = scores + j * kQueryChunk + lane;
-      float* d_at = dp + j * kQueryChunk + lane;
-      Vec p = exp2(load(at) * scale_log2 - log_sum);
-      Vec ds = p * (load(d_at) - mean);
-      if (masked) {
-        const VecInt key = splat_int(int32_t(j));
-        const VecInt visible = (key >= first) & (key <= last);
-        p = visible ? p : splat(0.0f);
-        ds = visible ? ds : splat(0.0f);
-      }
-      store(at, p);
-      store(d_at, ds);
-    }
-  }
-}
-
-// Adds rows to the dQ accumulator; the first block of keys that a chunk sees overwrites what was there.
-void accumulate_dq(const AttentionCall& call, const AttentionSegment& segment, int64_t head, int64_t row, int64_t rows,
-                   int64_t padded_dim, bool first, const float* dq) {
-  const int64_t dim = call.dim;
-  if (!call.dq_bf16) {
-    for (int64_t r = 0; r < rows; ++r) {
-      float* to = static_cast<float*>(call.dq_acc) + (head * call.rows_q + segment.q_start + row + r) * dim;
-      const float* from = dq + r * padded_dim;
-      int64_t c = 0;
-      if (first) {
-        for (; c + kLanes <= dim; c += kLanes) store(to + c, load(from + c));
-        for (; c < dim; ++c) to[c] = from[c];
-      } else {
-        for (; c + kLanes <= dim; c += kLanes) store(to + c, load(to + c) + load(from + c));
-        for (; c < dim; ++c) to[c] += from[c];
-      }
-    }
-    return;
-  }
-  for (int64_t r = 0; r < rows; ++r) {
-    uint16_t* to = static_cast<uint16_t*>(call.dq_acc) +
-                   ((segment.index * call.heads + head) * call.dq_rows + row + r) * kDqPaddedHeadDim;
-    const float* from = dq + r * padded_dim;
-    int64_t c = 0;
-    for (; c + kLanes <= dim; c += kLanes) vec_to_bf16(to + c, first ? load(from + c) : bf16_to_vec(to + c) + load(from + c));
-    for (; c < dim; ++c) to[c] = float_to_bf16(first ? from[c] : bf16_to_float(to[c]) + from[c]);
-  }
-}
-
-}  // namespace
 
 int64_t attention_backward_scratch(const AttentionCall& call) {
   const int64_t padded_dim = attention_padded_dim(call.dim), keys = attention_backward_keys(call.dim);
@@ -154,9 +90,7 @@ void attention_delta(const AttentionCall& call, const AttentionSegment& segment,
     for (int64_t head = 0; head < call.heads; ++head) {
       read_row(address(call.dout, call.dtype, row, head), call.dtype, call.dim, padded_dim, a);
       read_row(address(call.out, call.dtype, row, head), call.dtype, call.dim, padded_dim, b);
-      Vec sum{};
-      for (int64_t c = 0; c < padded_dim; c += kLanes) sum = fma(load(a + c), load(b + c), sum);
-      call.delta[head * call.rows_q + row] = sum_lanes(sum);
+      call.delta[head * call.rows_q + row] = dot(a, b, padded_dim);
     }
   }
 }
@@ -164,22 +98,10 @@ void attention_delta(const AttentionCall& call, const AttentionSegment& segment,
 void attention_dq_out(const AttentionCall& call, const AttentionSegment& segment, int64_t row_begin, int64_t row_end,
                       float* scratch) {
   const int64_t padded_dim = attention_padded_dim(call.dim);
-  const AttentionTensor packed = {call.dq_acc, call.dim, call.rows_q * call.dim};
   for (int64_t row = row_begin; row < row_end; ++row) {
-    const bool sees_keys = first_key(segment, row) <= last_key(segment, row);
     for (int64_t head = 0; head < call.heads; ++head) {
-      if (!sees_keys) {
-        fill(scratch, padded_dim, 0.0f);
-      } else if (!call.dq_bf16) {
-        const char* from = address(packed, AttentionDType::f32, segment.q_start + row, head);
-        read_row(from, AttentionDType::f32, call.dim, padded_dim, scratch);
-      } else {
-        const uint16_t* from = static_cast<const uint16_t*>(call.dq_acc) +
-                               ((segment.index * call.heads + head) * call.dq_rows + row) * kDqPaddedHeadDim;
-        read_row(reinterpret_cast<const char*>(from), AttentionDType::bf16, call.dim, padded_dim, scratch);
-      }
-      write_row(const_cast<char*>(address(call.dq, call.dtype, segment.q_start + row, head)), call.dtype, call.dim, scratch,
-                sees_keys ? call.scale : 0.0f);
+      read_dq(call, segment, head, row, padded_dim, scratch);
+      write_rows(call.dq, call.dtype, segment.q_start + row, 1, head, call.dim, padded_dim, scratch, call.scale);
     }
   }
 }

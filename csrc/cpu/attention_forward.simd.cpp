@@ -2,26 +2,12 @@
 //
 // Tiles are held transposed, scores[key, query] and output[dim, query]: queries are vector lanes, so maxima and sums need no
 // reduction across lanes, and K and V are read as scalars from rows as they lie in memory.
+#include "attention_chunk.h"
 #include "attention_tile.h"
 
 namespace te {
 namespace TE_SIMD {
 namespace {
-
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
-
-// What a chunk of queries keeps between blocks of keys.
-struct Chunk {
-  float* q;     // [dim, kQueryChunk]
-  float* out;   // [dim, kQueryChunk], not yet divided by sum
-  float* high;  // [kQueryChunk], largest score so far, times log2(e)
-  float* sum;   // [kQueryChunk]
-  int64_t head, row, rows;
-  bool begun;
-};
-
-int64_t chunk_floats(int64_t padded_dim) { return 2 * padded_dim * kQueryChunk + 2 * kQueryChunk; }
 
 // Turns scores[keys, queries] into exp2(score - high) with masked ones 0, and updates high and sum. factor[query] is what earlier
 // sums and outputs must be multiplied with.
@@ -34,16 +20,10 @@ void softmax_tile(const AttentionSegment& segment, Chunk& chunk, KeyRange keys, 
     const Vec before = load(chunk.high + lane);
     Vec high = before;
     if (masked) {
-      VecInt first = {}, last = {};
-      for (int i = 0; i < kLanes; ++i) {
-        const int64_t row = chunk.row + lane + i;
-        first[i] = int32_t(larger(first_key(segment, row) - keys.begin, 0));
-        last[i] = lane + i < chunk.rows ? int32_t(larger(last_key(segment, row) - keys.begin, -1)) : -1;
-      }
+      const LaneKeys seen = lane_keys(segment, chunk.row, chunk.rows, lane, keys);
       for (int64_t j = 0; j < count; ++j) {
-        const VecInt key = splat_int(int32_t(j));
         Vec s = load(column + j * kQueryChunk) * scale_log2;
-        s = (key >= first) & (key <= last) ? s : splat(-kInfinity);
+        s = seen.at(j) ? s : splat(-kInfinity);
         store(column + j * kQueryChunk, s);
         high = s > high ? s : high;
       }
@@ -69,30 +49,6 @@ void softmax_tile(const AttentionSegment& segment, Chunk& chunk, KeyRange keys, 
   }
 }
 
-void finish_chunk(const AttentionCall& call, const AttentionSegment& segment, const Chunk& chunk, int64_t padded_dim,
-                  float* rows) {
-  const int64_t width = round_up(chunk.rows, kLanes);
-  float* lse = call.lse + chunk.head * call.rows_q + segment.q_start + chunk.row;
-  if (!chunk.begun) {
-    fill(rows, chunk.rows * padded_dim, 0.0f);
-    fill(lse, chunk.rows, -kInfinity);
-  } else {
-    for (int64_t lane = 0; lane < width; lane += kLanes) {
-      const Vec sum = load(chunk.sum + lane);
-      for (int64_t d = 0; d < call.dim; ++d) {
-        float* out = chunk.out + d * kQueryChunk + lane;
-        // A division, not a product with 1 / sum: the mean of equal weights is then the correctly rounded one.
-        store(out, sum == 0.0f ? splat(0.0f) : load(out) / sum);
-      }
-    }
-    transpose(padded_dim, width, chunk.out, kQueryChunk, rows, padded_dim);
-    for (int64_t i = 0; i < chunk.rows; ++i) {
-      lse[i] = chunk.sum[i] == 0.0f ? -kInfinity : (chunk.high[i] + __builtin_log2f(chunk.sum[i])) * kLn2;
-    }
-  }
-  write_rows(call.out, call.dtype, segment.q_start + chunk.row, chunk.rows, chunk.head, call.dim, padded_dim, rows, 1.0f);
-}
-
 }  // namespace
 
 int64_t attention_forward_scratch(const AttentionCall& call, int64_t chunks) {
@@ -112,30 +68,14 @@ void attention_forward_item(const AttentionCall& call, const AttentionSegment& s
   float* rows = scores + kForwardKeys * kQueryChunk;
   float* factor = rows + kQueryChunk * padded_dim;
   float* chunks = factor + kQueryChunk;
-  const int64_t row_chunks = (item.row_end - item.row_begin + kQueryChunk - 1) / kQueryChunk;
-
   const auto chunk_at = [&](int64_t number) {
-    float* memory = chunks + number * chunk_floats(padded_dim);
-    Chunk c;
-    c.q = memory;
-    c.out = c.q + padded_dim * kQueryChunk;
-    c.high = c.out + padded_dim * kQueryChunk;
-    c.sum = c.high + kQueryChunk;
-    c.head = item.head_begin + number / row_chunks;
-    c.row = item.row_begin + number % row_chunks * kQueryChunk;
-    c.rows = smaller(kQueryChunk, item.row_end - c.row);
-    c.begun = false;
-    return c;
+    return chunk_of(item, padded_dim, number, chunks + number * chunk_floats(padded_dim));
   };
-  const int64_t count = row_chunks * (item.head_end - item.head_begin);
+  const int64_t count = chunk_count(item);
   for (int64_t n = 0; n < count; ++n) {
     const Chunk c = chunk_at(n);
-    const int64_t width = round_up(c.rows, kLanes);
     read_rows(call.q, call.dtype, segment.q_start + c.row, c.rows, c.head, dim, padded_dim, rows);
-    fill(rows + c.rows * padded_dim, (width - c.rows) * padded_dim, 0.0f);
-    transpose(width, padded_dim, rows, padded_dim, c.q, kQueryChunk);
-    fill(c.high, kQueryChunk, -kInfinity);
-    fill(c.sum, kQueryChunk, 0.0f);
+    begin_chunk(c, padded_dim, rows);
   }
 
   const KeyRange all = keys_of(segment, item.row_begin, item.row_end - item.row_begin);
@@ -166,9 +106,7 @@ void attention_forward_item(const AttentionCall& call, const AttentionSegment& s
   }
 
   for (int64_t n = 0; n < count; ++n) {
-    Chunk c = chunk_at(n);
-    const KeyRange seen = keys_of(segment, c.row, c.rows);
-    c.begun = seen.begin < seen.end;
+    const Chunk c = chunk_at(n);
     finish_chunk(call, segment, c, padded_dim, rows);
   }
 }

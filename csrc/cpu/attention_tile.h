@@ -34,6 +34,8 @@ typedef uint16_t VecShort __attribute__((vector_size(kLanes * 2)));
 typedef uint16_t VecShortMemory __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
 
 constexpr float kInfinity = __builtin_inff();
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
 
 inline Vec load(const float* p) { return *reinterpret_cast<const VecMemory*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<VecMemory*>(p) = v; }
@@ -48,12 +50,6 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #else
   return a * b + c;
 #endif
-}
-
-inline VecInt lane_numbers() {
-  VecInt v{};
-  for (int i = 0; i < kLanes; ++i) v[i] = i;
-  return v;
 }
 
 // 2^x to 1e-7 relative: exactly 1 at 0, exactly 0 from -127 down (-inf included), NaN for NaN.
@@ -81,6 +77,13 @@ inline float sum_lanes(Vec v) {
     for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
   }
   return lanes[0];
+}
+
+// count is a multiple of the vector length.
+inline float dot(const float* a, const float* b, int64_t count) {
+  Vec sum{};
+  for (int64_t i = 0; i < count; i += kLanes) sum = fma(load(a + i), load(b + i), sum);
+  return sum_lanes(sum);
 }
 
 // ---- matrix product -------------------------------------------------------------------------------------------------
@@ -351,6 +354,23 @@ inline KeyRange keys_of(const AttentionSegment& s, int64_t row, int64_t count) {
 // Whether every one of the rows sees every key of the range.
 inline bool sees_all(const AttentionSegment& s, int64_t row, int64_t count, KeyRange keys) {
   return first_key(s, row + count - 1) <= keys.begin && last_key(s, row) >= keys.end - 1;
+}
+
+// For the queries row + lane .. row + lane + kLanes - 1: first and last visible key, counted from keys.begin. Lanes past the
+// rows see none.
+struct LaneKeys {
+  VecInt first = {}, last = {};
+  VecInt at(int64_t key) const { return (splat_int(int32_t(key)) >= first) & (splat_int(int32_t(key)) <= last); }
+};
+
+inline LaneKeys lane_keys(const AttentionSegment& s, int64_t row, int64_t rows, int64_t lane, KeyRange keys) {
+  LaneKeys result;
+  for (int i = 0; i < kLanes; ++i) {
+    const int64_t query = row + lane + i;
+    result.first[i] = int32_t(larger(first_key(s, query) - keys.begin, 0));
+    result.last[i] = lane + i < rows ? int32_t(larger(last_key(s, query) - keys.begin, -1)) : -1;
+  }
+  return result;
 }
 
 }  // namespace
