@@ -191,3 +191,13 @@ VALUES = [
 ]
 
 CASES = [*SEGMENT_TABLES, *LENGTHS, *PADDING, *CROSS, *WINDOWS, *HEADS, *VALUES]
+
+# XLA compiles anew for every shape, which costs a hundred times what the problem does: JAX, which calls the same compiled
+# kernels, is run on the tables and on one case of each kind.
+COMPILED_PER_SHAPE = [
+    *SEGMENT_TABLES[1:3],
+    *(c for c in CASES if c.name in {
+        "no-rows", "zero-middle", "tail-outside-slots", "gaps-documented", "capacity-with-tail",
+        "bottom-right-longer-queries", "segments-without-queries", "window-bottom-right", "gqa-6-to-3",
+    }),
+]  # fmt: skip

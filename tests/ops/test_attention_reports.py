@@ -148,7 +148,7 @@ def test_one_query_over_many_keys_for_each_head_size(kernel, dim, dtype):
     assert (out == 0.5).all()
     case = AttentionCase(f"one-query-{dim}", (1,), (512,), heads=8, kv_heads=8, head_dim=dim, mask="none")
     for i in implementations("attention"):
-        if i.kernel.name == kernel and i.supports(attention_problem(case, dtype)):
+        if i.runner.name != "jax" and i.kernel.name == kernel and i.supports(attention_problem(case, dtype)):
             result = i.runner.attention(case, rounded_inputs(case, dtype), dtype, kernel)
             check_attention(case, result, attention_answer(case, dtype), BOUNDS[dtype])
 

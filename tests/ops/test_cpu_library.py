@@ -85,6 +85,7 @@ def dequantize(data: np.ndarray, scale_inv: np.ndarray, fmt=E4M3, granularity="t
 
 # Casts, exhaustively --------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
 def test_every_16_bit_value_is_cast_as_numerics_says(level, fmt, dtype):
@@ -104,7 +105,9 @@ def test_fp32_values_around_every_rounding_point_are_cast_to_nearest_even(level,
     magnitudes = np.unique(np.abs(fmt.decode(np.arange(256, dtype=np.uint8))))
     magnitudes = magnitudes[np.isfinite(magnitudes)].astype(np.float32)
     middle = ((magnitudes[:-1].astype(np.float64) + magnitudes[1:]) / 2).astype(np.float32)
-    top = np.float32([fmt.max, np.nextafter(np.float32(fmt.max), np.float32(np.inf)), fmt.max * 1.0625, fmt.max * 2, 3e38, np.inf])
+    top = np.float32(
+        [fmt.max, np.nextafter(np.float32(fmt.max), np.float32(np.inf)), fmt.max * 1.0625, fmt.max * 2, 3e38, np.inf]
+    )
     points = np.concatenate([magnitudes, middle, top, np.float32([1e-45, 1e-38, np.nan])])
     near = np.concatenate([points, np.nextafter(points, np.float32(0)), np.nextafter(points, np.float32(np.inf))])
     x = np.concatenate([near, -near])[None]
@@ -134,12 +137,15 @@ def test_e8m0_scales_of_all_256_exponents_are_decoded(level):
 
 # Scales ---------------------------------------------------------------------------------------------------------------------
 
+
 def reference(x: np.ndarray, fmt, granularity: str, pow2: bool):
     """data and scale_inv by numerics.py alone."""
     rows, cols = x.shape
     height, width = {"tensor": (rows, cols), "row": (1, cols), "block_1x128": (1, 128), "block_128x128": (128, 128),
                      "mx": (1, 32)}[granularity]  # fmt: skip
-    amax = np.array([[np.abs(x[r : r + height, c : c + width]).max() for c in range(0, cols, width)] for r in range(0, rows, height)])
+    amax = np.array(
+        [[np.abs(x[r : r + height, c : c + width]).max() for c in range(0, cols, width)] for r in range(0, rows, height)]
+    )
     scale, scale_inv = numerics.scale_from_amax(amax, fmt, pow2 or granularity == "mx")
     spread = np.repeat(np.repeat(scale, height, 0)[:rows], width, 1)[:, :cols]
     with np.errstate(all="ignore"):
@@ -180,7 +186,9 @@ def test_scales_and_data_are_bit_equal_to_numerics_on_special_values(level, gran
             np.testing.assert_array_equal(got, want, err_msg=label)
         for got, want in zip((data_t, scale_inv_t), reference(wide.T, fmt, granularity, pow2), strict=True):
             np.testing.assert_array_equal(got, want, err_msg=label + " transposed")
-        np.testing.assert_array_equal(stats, np.float32([np.abs(wide).max(), np.count_nonzero(~np.isfinite(wide))]), err_msg=label)
+        np.testing.assert_array_equal(
+            stats, np.float32([np.abs(wide).max(), np.count_nonzero(~np.isfinite(wide))]), err_msg=label
+        )
 
 
 def test_a_power_of_two_scale_is_rounded_up_just_above_the_maximum():
@@ -201,6 +209,7 @@ def test_empty_tensors_are_legal(granularity):
 
 
 # Public reports on FP8 casts -----------------------------------------------------------------------------------------------
+
 
 @pytest.mark.report("pytorch/ao#1912")
 def test_casts_saturate_and_keep_nan(level):
@@ -228,6 +237,7 @@ def test_the_two_e4m3_variants_are_never_mixed_up():
 
 
 # The same bits everywhere ---------------------------------------------------------------------------------------------------
+
 
 def everything(rng) -> dict[str, torch.Tensor]:
     """Outputs of every function but the attention's on one set of random inputs."""
@@ -289,6 +299,7 @@ def test_results_do_not_depend_on_the_instruction_set(level):
 
 
 # Threads and processes ------------------------------------------------------------------------------------------------------
+
 
 def _norm_in_child(queue) -> None:
     x, rstd = torch.ones(4096, 64), torch.zeros(4096)
@@ -359,39 +370,126 @@ def i32(*values) -> torch.Tensor:
 
 
 REFUSED = {
-    "x of another dtype": ("quantize", (z(2, 4, dtype=torch.float64), z(2, 4, dtype=U8), z(1), z(2), 0, 0, 0),
-                           r"x is .*; expected dtype float32 or bfloat16 or float16"),
-    "x of another rank": ("quantize", (z(8), z(2, 4, dtype=U8), z(1), z(2), 0, 0, 0), r"x is float32\[8\]; expected 2 dimensions \[R, C\]"),
-    "columns of x with gaps": ("quantize", (z(2, 8)[:, ::2], z(2, 4, dtype=U8), z(1), z(2), 0, 0, 0), r"x .*stride 2.*expected stride 1"),
-    "data of another shape": ("quantize", (z(2, 4), z(4, 2, dtype=U8), z(1), z(2), 0, 0, 0),
-                              r"data is uint8\[4, 2\]; expected shape \[2, 4\] \(the shape of x\)"),
-    "data of another dtype": ("quantize", (z(2, 4), z(2, 4), z(1), z(2), 0, 0, 0), r"data is float32\[2, 4\]; expected dtype uint8 or float8"),
-    "scales of another granularity": ("quantize", (z(2, 4), z(2, 4, dtype=U8), z(1), z(2), 1, 0, 0),
-                                      r"scale_inv is float32\[1\]; expected shape \[2\] \(granularity row\)"),
-    "FP32 scales for mx": ("quantize", (z(2, 32), z(2, 32, dtype=U8), z(2, 1), z(2), 4, 0, 0), r"scale_inv .*uint8 \(E8M0 exponents\)"),
-    "an unknown granularity": ("quantize", (z(2, 4), z(2, 4, dtype=U8), z(1), z(2), 9, 0, 0), r"granularity is 9; expected 0 \(tensor\)"),
+    "x of another dtype": (
+        "quantize",
+        (z(2, 4, dtype=torch.float64), z(2, 4, dtype=U8), z(1), z(2), 0, 0, 0),
+        r"x is .*; expected dtype float32 or bfloat16 or float16",
+    ),
+    "x of another rank": (
+        "quantize",
+        (z(8), z(2, 4, dtype=U8), z(1), z(2), 0, 0, 0),
+        r"x is float32\[8\]; expected 2 dimensions \[R, C\]",
+    ),
+    "columns of x with gaps": (
+        "quantize",
+        (z(2, 8)[:, ::2], z(2, 4, dtype=U8), z(1), z(2), 0, 0, 0),
+        r"x .*stride 2.*expected stride 1",
+    ),
+    "data of another shape": (
+        "quantize",
+        (z(2, 4), z(4, 2, dtype=U8), z(1), z(2), 0, 0, 0),
+        r"data is uint8\[4, 2\]; expected shape \[2, 4\] \(the shape of x\)",
+    ),
+    "data of another dtype": (
+        "quantize",
+        (z(2, 4), z(2, 4), z(1), z(2), 0, 0, 0),
+        r"data is float32\[2, 4\]; expected dtype uint8 or float8",
+    ),
+    "scales of another granularity": (
+        "quantize",
+        (z(2, 4), z(2, 4, dtype=U8), z(1), z(2), 1, 0, 0),
+        r"scale_inv is float32\[1\]; expected shape \[2\] \(granularity row\)",
+    ),
+    "FP32 scales for mx": (
+        "quantize",
+        (z(2, 32), z(2, 32, dtype=U8), z(2, 1), z(2), 4, 0, 0),
+        r"scale_inv .*uint8 \(E8M0 exponents\)",
+    ),
+    "an unknown granularity": (
+        "quantize",
+        (z(2, 4), z(2, 4, dtype=U8), z(1), z(2), 9, 0, 0),
+        r"granularity is 9; expected 0 \(tensor\)",
+    ),
     "an unknown format": ("quantize", (z(2, 4), z(2, 4, dtype=U8), z(1), z(2), 0, 4, 0), r"format is 4; expected 0 \(e4m3\)"),
     "pow2 that is no flag": ("quantize", (z(2, 4), z(2, 4, dtype=U8), z(1), z(2), 0, 0, 2), r"pow2 is 2; expected 0 or 1"),
-    "short statistics": ("quantize", (z(2, 4), z(2, 4, dtype=U8), z(1), z(1), 0, 0, 0), r"stats is float32\[1\]; expected shape \[2\]"),
-    "a transposed copy that is not": ("quantize_transpose", (z(2, 4), z(2, 4, dtype=U8), z(1), z(2, 4, dtype=U8), z(1), z(2), 0, 0, 0),
-                                      r"data_t is uint8\[2, 4\]; expected shape \[4, 2\]"),
-    "a scale of zero": ("quantize_with_scale", (z(2, 4), z(1), z(2, 4, dtype=U8), z(1), z(2), 0), r"scale is 0; expected a finite value above 0"),
-    "an infinite scale": ("quantize_with_scale", (z(2, 4), z(1) + float("inf"), z(2, 4, dtype=U8), z(1), z(2), 0), r"scale is inf"),
-    "a weight of another size": ("rms_norm_forward", (z(2, 4), z(3), z(2, 4), z(2), 1e-5), r"w is float32\[3\]; expected shape \[4\]"),
-    "a y of another dtype": ("rms_norm_forward", (z(2, 4), z(4), z(2, 4, dtype=torch.bfloat16), z(2), 1e-5), r"y is bfloat16.*expected dtype float32"),
-    "a negative eps": ("rms_norm_forward", (z(2, 4), z(4), z(2, 4), z(2), -1.0), r"eps is -1; expected a finite value of at least 0"),
+    "short statistics": (
+        "quantize",
+        (z(2, 4), z(2, 4, dtype=U8), z(1), z(1), 0, 0, 0),
+        r"stats is float32\[1\]; expected shape \[2\]",
+    ),
+    "a transposed copy that is not": (
+        "quantize_transpose",
+        (z(2, 4), z(2, 4, dtype=U8), z(1), z(2, 4, dtype=U8), z(1), z(2), 0, 0, 0),
+        r"data_t is uint8\[2, 4\]; expected shape \[4, 2\]",
+    ),
+    "a scale of zero": (
+        "quantize_with_scale",
+        (z(2, 4), z(1), z(2, 4, dtype=U8), z(1), z(2), 0),
+        r"scale is 0; expected a finite value above 0",
+    ),
+    "an infinite scale": (
+        "quantize_with_scale",
+        (z(2, 4), z(1) + float("inf"), z(2, 4, dtype=U8), z(1), z(2), 0),
+        r"scale is inf",
+    ),
+    "a weight of another size": (
+        "rms_norm_forward",
+        (z(2, 4), z(3), z(2, 4), z(2), 1e-5),
+        r"w is float32\[3\]; expected shape \[4\]",
+    ),
+    "a y of another dtype": (
+        "rms_norm_forward",
+        (z(2, 4), z(4), z(2, 4, dtype=torch.bfloat16), z(2), 1e-5),
+        r"y is bfloat16.*expected dtype float32",
+    ),
+    "a negative eps": (
+        "rms_norm_forward",
+        (z(2, 4), z(4), z(2, 4), z(2), -1.0),
+        r"eps is -1; expected a finite value of at least 0",
+    ),
     "an odd gate and up": ("swiglu_forward", (z(2, 5), z(2, 2)), r"x is float32\[2, 5\]; expected an even number of columns"),
-    "an odd head dimension": ("rope", (z(2, 1, 5), i32(0, 1), z(2), z(2, 1, 5), 0), r"x is float32\[2, 1, 5\]; expected an even head dimension"),
-    "64-bit positions": ("rope", (z(2, 1, 4), torch.tensor([0, 1]), z(2), z(2, 1, 4), 0), r"positions is int64\[2\]; expected dtype int32"),
-    "a label beyond the vocabulary": ("cross_entropy_forward", (z(2, 4), i32(1, 4), z(2), z(2)), r"labels\[1\] is 4; expected 0 to 3, or -100"),
+    "an odd head dimension": (
+        "rope",
+        (z(2, 1, 5), i32(0, 1), z(2), z(2, 1, 5), 0),
+        r"x is float32\[2, 1, 5\]; expected an even head dimension",
+    ),
+    "64-bit positions": (
+        "rope",
+        (z(2, 1, 4), torch.tensor([0, 1]), z(2), z(2, 1, 4), 0),
+        r"positions is int64\[2\]; expected dtype int32",
+    ),
+    "a label beyond the vocabulary": (
+        "cross_entropy_forward",
+        (z(2, 4), i32(1, 4), z(2), z(2)),
+        r"labels\[1\] is 4; expected 0 to 3, or -100",
+    ),
     "a negative label": ("cross_entropy_forward", (z(2, 4), i32(-1, 0), z(2), z(2)), r"labels\[0\] is -1"),
-    "groups larger than the rows": ("grouped_gemm", (z(4, 2), z(2, 3, 2), i32(3, 2), z(4, 3)),
-                                    r"group_sizes sum to more than the 4 rows of a: groups 0 to 1 hold 3 \+ 2 rows"),
-    "a negative group": ("grouped_gemm", (z(4, 2), z(2, 3, 2), i32(-1, 2), z(4, 3)), r"group_sizes\[0\] is -1; expected 0 or more"),
-    "too few groups": ("grouped_gemm", (z(4, 2), z(2, 3, 2), i32(4), z(4, 3)), r"group_sizes is int32\[1\]; expected shape \[2\]"),
-    "an inner size that differs": ("grouped_gemm", (z(4, 2), z(2, 3, 5), i32(2, 2), z(4, 3)), r"b is float32\[2, 3, 5\]; expected shape \[2, 3, 2\]"),
-    "a wgrad that is not FP32": ("grouped_gemm_wgrad", (z(4, 3), z(4, 2), i32(4), z(1, 3, 2, dtype=torch.bfloat16), 0), r"dw is bfloat16.*float32"),
-}  # fmt: skip
+    "groups larger than the rows": (
+        "grouped_gemm",
+        (z(4, 2), z(2, 3, 2), i32(3, 2), z(4, 3)),
+        r"group_sizes sum to more than the 4 rows of a: groups 0 to 1 hold 3 \+ 2 rows",
+    ),
+    "a negative group": (
+        "grouped_gemm",
+        (z(4, 2), z(2, 3, 2), i32(-1, 2), z(4, 3)),
+        r"group_sizes\[0\] is -1; expected 0 or more",
+    ),
+    "too few groups": (
+        "grouped_gemm",
+        (z(4, 2), z(2, 3, 2), i32(4), z(4, 3)),
+        r"group_sizes is int32\[1\]; expected shape \[2\]",
+    ),
+    "an inner size that differs": (
+        "grouped_gemm",
+        (z(4, 2), z(2, 3, 5), i32(2, 2), z(4, 3)),
+        r"b is float32\[2, 3, 5\]; expected shape \[2, 3, 2\]",
+    ),
+    "a wgrad that is not FP32": (
+        "grouped_gemm_wgrad",
+        (z(4, 3), z(4, 2), i32(4), z(1, 3, 2, dtype=torch.bfloat16), 0),
+        r"dw is bfloat16.*float32",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
