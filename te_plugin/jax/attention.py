@@ -195,7 +195,7 @@ def _composite_backward(chosen: Plan, dout, q, k, v, out, lse, cu_q, cu_k, start
     v32 = jnp.repeat(jnp.where(keys, v, 0).astype(jnp.float32), group, axis=1)
     dout, out = (jnp.where(rows, x, 0).astype(jnp.float32) for x in (dout, out))
     ds = p * (jnp.einsum("qhd,khd->hqk", dout, v32) - (dout * out).sum(-1).T[..., None])
-    fold = lambda x: x.reshape(x.shape[0], problem.kv_heads, group, -1).sum(2)
+    fold = lambda x: x.reshape(x.shape[0], problem.kv_heads, group, problem.head_dim).sum(2)
     dq = jnp.einsum("hqk,khd->qhd", ds, k32) * problem.scale
     dk = fold(jnp.einsum("hqk,qhd->khd", ds, q32)) * problem.scale
     dv = fold(jnp.einsum("hqk,qhd->khd", p, dout))
