@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,14 @@ BOUNDS = {
     "fp16": Bound(out=1e-3, grad=2e-3, cosine=0.99999, noise=1e-3, lse=2e-5),
     "fp8": Bound(out=5.5e-2, grad=8e-2, cosine=0.995, noise=6e-2, lse=0.5),
 }
+
+
+def bound_of(dtype: str, dq: str = "fp32") -> Bound:
+    """The bound of a kernel for tensors of `dtype`; a dQ accumulated in bf16 is no better than bf16."""
+    bound, coarse = BOUNDS[dtype], BOUNDS["bf16"]
+    if dq == "fp32":
+        return bound
+    return dataclasses.replace(bound, grad=coarse.grad, cosine=coarse.cosine, noise=coarse.noise)
 
 
 def check_attention(case: AttentionCase, result: dict[str, np.ndarray], answer: AttentionAnswer, bound: Bound) -> None:

@@ -15,7 +15,7 @@ from te_plugin.numerics import FORMATS, GRANULARITIES, SCALINGS
 from te_plugin.ops.quantize.problem import QuantizeProblem
 
 from . import test_quantize
-from .checking import BOUNDS, check_attention, check_same_bits
+from .checking import bound_of, check_attention, check_same_bits
 from .problems import AttentionCase
 from .reference import answer_for, rounded, rounded_inputs
 from .runners import attention_problem, implementations, to_torch
@@ -56,7 +56,7 @@ def test_attention_on_random_packings(case, dtype, dq):
     for i in ATTENTION:
         if i.supports(attention_problem(case, dtype, dq_accumulation=dq)):
             result = i.runner.attention(case, poisoned, dtype, i.kernel.name, dq_accumulation=dq)
-            check_attention(case, result, answer, BOUNDS[dtype])
+            check_attention(case, result, answer, bound_of(dtype, dq))
             if i.kernel.library and i.runner.name == "raw":
                 again = i.runner.attention(case, inputs, dtype, i.kernel.name, dq_accumulation=dq)
                 check_same_bits(result, again, f"{case.name} with and without NaN outside its segments")
