@@ -30,7 +30,7 @@ typedef float Floats __attribute__((vector_size(kWidth * 4)));
 typedef uint32_t Words __attribute__((vector_size(kWidth * 4)));
 typedef int32_t Ints __attribute__((vector_size(kWidth * 4)));
 typedef uint16_t Halves __attribute__((vector_size(kWidth * 2)));
-typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
+typedef uint8_t Codes __attribute__((vector_size(kWidth)));
 
 TE_INLINE Floats load_floats(const float* p) {
   Floats v;
@@ -40,6 +40,9 @@ TE_INLINE Floats load_floats(const float* p) {
 
 // 16-bit values in the low halves of words.
 TE_INLINE Words load_halves(const void* p) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+#endif
   Halves h;
   memcpy(&h, p, sizeof(h));
 #if defined(__x86_64__) && !defined(__AVX2__)
@@ -84,7 +87,7 @@ TE_INLINE void store_step(const Words* code, uint8_t* out) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_packus_epi16(low, high));
 #else
   for (int k = 0; k < kVectors; ++k) {
-    const Bytes b = __builtin_convertvector(code[k], Bytes);
+    const Codes b = __builtin_convertvector(code[k], Codes);
     memcpy(out + k * kWidth, &b, sizeof(b));
   }
 #endif

@@ -1,9 +1,10 @@
 // Quantise and dequantise: checks, the scales, and how the work is cut into tasks. The numbers are defined at the head of
 // te_plugin/numerics.py; the inner loops are in quantize.simd.cpp.
 //
-// A matrix is cut into tiles of 128 rows by some columns; a tile is one task. Kinds whose scale needs more than one tile (tensor,
-// row) read x twice: first every tile's amax, then the encoding. Block kinds, and delayed scaling, read it once.
+// A matrix is cut into tiles; a tile is one task. Kinds whose scale needs more than one tile (tensor, row) read x twice: first every
+// tile's amax, then the encoding. Block kinds, and delayed scaling, read it once.
 #include <cmath>
+#include <memory>
 #include <vector>
 
 #include "parallel.h"
@@ -14,9 +15,13 @@
 namespace te {
 namespace {
 
-constexpr int64_t kBandRows = kBlock;
-constexpr int64_t kTaskElements = 128 * 1024;
-constexpr int64_t kSubtile = kBlock;  // columns handled at once inside a task, so that what is transposed is still in the L1 cache
+constexpr int64_t kTaskElements = 64 * 1024;  // of a task that needs no square
+constexpr int64_t kMaxRun = 8192;             // longest piece of a row in one task
+constexpr int64_t kSide = 512;                // side of the largest square
+constexpr int64_t kSquareLd = kSide + 64;     // bytes from row to row of a square's codes: no power of two, which caches dislike
+constexpr int64_t kStrip = 64;                // columns of a square turned at once
+constexpr int64_t kStepRows = 4;              // rows encoded at once: they stay in the L1 cache
+constexpr int64_t kStepGroups = kStepRows * kMaxRun / kMxBlock;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -81,48 +86,63 @@ Matrix part(Matrix m, int64_t row, int64_t col) {
 
 // ---- one quantise call -----------------------------------------------------------------------------------------------------
 
+struct Tile {
+  int64_t index, row, col, rows, cols;
+};
+
+// How a matrix is cut into tiles; the tile is a task.
+struct Cut {
+  int64_t rows = 0, cols = 0, height = 1, width = 1, bands = 0, chunks = 0;
+
+  Cut() = default;
+  Cut(int64_t rows, int64_t cols, int64_t height, int64_t width)
+      : rows(rows), cols(cols), height(height), width(width), bands(ceil_div(rows, height)), chunks(ceil_div(cols, width)) {}
+
+  int64_t tiles() const { return bands * chunks; }
+
+  template <typename F>
+  void for_each(const F& body) const {
+    parallel_for(tiles(), [&](int64_t i) {
+      const int64_t row = i / chunks * height, col = i % chunks * width;
+      body(Tile{i, row, col, min64(height, rows - row), min64(width, cols - col)});
+    });
+  }
+};
+
+// Runs of whole rows where that is possible: memory is read fastest in order.
+Cut long_cut(int64_t rows, int64_t cols) {
+  const int64_t width = cols < kMaxRun ? (cols > 0 ? cols : 1) : kMaxRun;
+  return {rows, cols, min64(kBlock, ceil_div(kTaskElements, width)), width};
+}
+
+// Squares: a transposed copy then reads and writes runs of the square's side. Small matrices get smaller ones, enough for all threads.
+Cut square_cut(int64_t rows, int64_t cols) {
+  const int64_t side = rows * cols >= (1 << 22) ? kSide : rows * cols >= (1 << 20) ? kSide / 2 : kBlock;
+  return {rows, cols, side, side};
+}
+
 struct Quantize {
   Matrix x;
   int64_t rows, cols, format;
   bool pow2;
+  bool transposed;
   uint8_t* data;
-  uint8_t* data_t = nullptr;  // absent: no transposed copy
-  float* scale_inv = nullptr;
+  uint8_t* data_t = nullptr;
+  float* scale_inv = nullptr;  // null: not asked for, or scale_byte instead
   float* scale_inv_t = nullptr;
-  uint8_t* scale_byte = nullptr;  // instead of scale_inv, granularity mx
+  uint8_t* scale_byte = nullptr;  // granularity mx
   uint8_t* scale_byte_t = nullptr;
+  bool stream = false;  // results too large for the caches go past them
 
-  int64_t bands = 0, chunks = 0, width = 0;  // tiles: 128 rows by `width` columns
   std::vector<uint32_t> tile_amax = {};
   std::vector<int64_t> tile_nonfinite = {};
 
-  struct Tile {
-    int64_t index, row, col, rows, cols;
-  };
+  // ---- statistics, one entry per tile of the cut that reads x first
 
-  void cut() {
-    bands = ceil_div(rows, kBandRows);
-    const int64_t height = min64(rows, kBandRows);
-    width = rows == 0 ? kBlock : ceil_div(ceil_div(kTaskElements, height), kBlock) * kBlock;
-    chunks = ceil_div(cols, width);
-    tile_amax.assign(bands * chunks, 0);
-    tile_nonfinite.assign(bands * chunks, 0);
+  void begin_statistics(const Cut& cut) {
+    tile_amax.assign(cut.tiles(), 0);
+    tile_nonfinite.assign(cut.tiles(), 0);
   }
-
-  template <typename F>
-  void for_each_tile(const F& body) const {
-    parallel_for(bands * chunks, [&](int64_t i) {
-      const int64_t row = i / chunks * kBandRows, col = i % chunks * width;
-      body(Tile{i, row, col, min64(kBandRows, rows - row), min64(width, cols - col)});
-    });
-  }
-
-  // body(column inside x, columns) over the subtiles of a tile
-  template <typename F>
-  static void for_each_subtile(const Tile& t, const F& body) {
-    for (int64_t c = t.col; c < t.col + t.cols; c += kSubtile) body(c, min64(kSubtile, t.col + t.cols - c));
-  }
-
   void note(const Tile& t, uint32_t amax_bits) {
     if (amax_bits > tile_amax[t.index]) tile_amax[t.index] = amax_bits;
   }
@@ -130,13 +150,17 @@ struct Quantize {
   void count(const Tile& t) {
     if (tile_amax[t.index] >= kInfBits) tile_nonfinite[t.index] = TE_SIMD_CALL(count_nonfinite)(part(x, t.row, t.col), t.rows, t.cols);
   }
-
+  // Notes the amax of a tile; out: that of each of its rows.
+  void note_rows(const Tile& t, uint32_t* out) {
+    TE_SIMD_CALL(amax_rows)(part(x, t.row, t.col), t.rows, t.cols, t.cols, out);
+    for (int64_t r = 0; r < t.rows; ++r) note(t, out[r]);
+    count(t);
+  }
   uint32_t amax() const {
     uint32_t best = 0;
     for (uint32_t v : tile_amax) best = v > best ? v : best;
     return best;
   }
-
   void write_stats(float* stats) const {
     const uint32_t best = amax();
     int64_t bad = 0;
@@ -144,6 +168,8 @@ struct Quantize {
     stats[0] = bits_float(best > kInfBits ? kNanBits : best);
     stats[1] = float(bad);
   }
+
+  // ---- scales
 
   // n scales into places `first`, first + step, ... of whichever kind of scale there is.
   static void put(uint8_t* bytes, float* floats, int64_t first, int64_t step, const float* value, int64_t n) {
@@ -159,48 +185,77 @@ struct Quantize {
   }
   Scale scale_of(uint32_t amax_bits) const { return scale_from_amax(amax_bits, fp8_max(format), pow2); }
 
-  // The row-major copy of a tile with scales[r * scale_ld + c / group] (r, c from the tile's corner), and, when the transposed copy
-  // has the same scales, that one too.
-  void encode_tile(const Tile& t, const float* scales, int64_t scale_ld, int64_t group, bool clean, bool transpose) const {
-    if (!transpose) {
-      TE_SIMD_CALL(encode_rows)(part(x, t.row, t.col), t.rows, t.cols, scales, scale_ld, group, format, clean, data + t.row * cols + t.col, cols);
-      return;
-    }
-    for_each_subtile(t, [&](int64_t c, int64_t n) {
-      uint8_t* out = data + t.row * cols + c;
-      TE_SIMD_CALL(encode_rows)(part(x, t.row, c), t.rows, n, scales + (c - t.col) / group, scale_ld, group, format, clean, out, cols);
-      TE_SIMD_CALL(transpose_bytes)(out, cols, t.rows, n, data_t + c * rows + t.row, rows);
-    });
+  // ---- encoding
+
+  // Rows row .. of x, columns col .. with scales[r * scale_ld + c / group], r and c counted from (row, col), into `data`.
+  void encode(int64_t row, int64_t col, int64_t n_rows, int64_t n_cols, const float* scales, int64_t scale_ld, int64_t group,
+              bool clean) const {
+    TE_SIMD_CALL(encode_rows)(part(x, row, col), n_rows, n_cols, scales, scale_ld, group, format, clean, data + row * cols + col, cols);
   }
 
-  // The transposed copy of a subtile with a scale per column for every `group` rows.
-  void encode_transposed(const Tile& t, int64_t c, int64_t n, const float* scales, int64_t scale_ld, int64_t group, bool clean) const {
-    uint8_t tile[kBandRows * kSubtile];
-    TE_SIMD_CALL(encode_cols)(part(x, t.row, c), t.rows, n, scales, scale_ld, group, format, clean, tile, kSubtile);
-    TE_SIMD_CALL(transpose_bytes)(tile, kSubtile, t.rows, n, data_t + c * rows + t.row, rows);
+  // Row r of a square's codes, counted from the square's corner.
+  static uint8_t* codes_row(int64_t r) { return workspace() + r * kSquareLd; }
+
+  // encode, keeping the codes for the transposed copy, which has the same scales.
+  void encode_keeping(const Tile& t, int64_t r, int64_t n_rows, const float* scales, int64_t scale_ld, int64_t group, bool clean) const {
+    // Past the caches, a few rows at a time: the memory works off their writes while the next ones are computed.
+    const int64_t step = stream ? kStepRows : n_rows;
+    for (int64_t end = r + n_rows; r < end; r += step, scales += step * scale_ld) {
+      const int64_t n = min64(step, end - r);
+      TE_SIMD_CALL(encode_rows)(part(x, t.row + r, t.col), n, t.cols, scales, scale_ld, group, format, clean, codes_row(r), kSquareLd);
+      TE_SIMD_CALL(copy_rows)(codes_row(r), kSquareLd, n, t.cols, data + (t.row + r) * cols + t.col, cols, stream);
+    }
   }
+
+  // Codes for the transposed copy alone, with scales[(r / group) * scale_ld + c].
+  void encode_for_transposed(const Tile& t, int64_t r, int64_t n_rows, const float* scales, int64_t scale_ld, int64_t group, bool clean) const {
+    TE_SIMD_CALL(encode_cols)(part(x, t.row + r, t.col), n_rows, t.cols, scales, scale_ld, group, format, clean, codes_row(r), kSquareLd);
+  }
+
+  // The kept codes of a square, turned, into data_t.
+  void write_transposed(const Tile& t) const {
+    uint8_t* turned = workspace() + kSide * kSquareLd;
+    for (int64_t c = 0; c < t.cols; c += kStrip) {
+      const int64_t n = min64(kStrip, t.cols - c);
+      TE_SIMD_CALL(transpose_bytes)(codes_row(0) + c, kSquareLd, t.rows, n, turned, kSquareLd);
+      TE_SIMD_CALL(copy_rows)(turned, kSquareLd, n, t.rows, data_t + (t.col + c) * rows + t.row, rows, stream);
+    }
+  }
+
+  // A worker's codes of one square and one turned strip; kept, so that the pages are touched once.
+  static uint8_t* workspace() {
+    static thread_local std::unique_ptr<uint8_t[]> memory(new uint8_t[(kSide + kStrip) * kSquareLd + 64]);
+    return memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64);
+  }
+
+  // ---- the kinds of scaling
 
   // One scale for the whole tensor, known beforehand (delayed) or not.
   void run_tensor(const float* given_scale) {
-    auto amax_of_tile = [&](const Tile& t) {
-      uint32_t row_amax[kBandRows];
-      TE_SIMD_CALL(amax_rows)(part(x, t.row, t.col), t.rows, t.cols, t.cols, row_amax);
-      for (int64_t r = 0; r < t.rows; ++r) note(t, row_amax[r]);
-      count(t);
-    };
+    const Cut second = transposed ? square_cut(rows, cols) : long_cut(rows, cols);
+    const Cut first = given_scale != nullptr ? second : long_cut(rows, cols);
+    begin_statistics(first);
     Scale s;
+    auto encode_tile = [&](const Tile& t, bool clean) {
+      if (!transposed) return encode(t.row, t.col, t.rows, t.cols, &s.scale, 0, t.cols, clean);
+      encode_keeping(t, 0, t.rows, &s.scale, 0, t.cols, clean);
+      write_transposed(t);
+    };
+    auto note_tile = [&](const Tile& t) {
+      uint32_t row_amax[kSide];
+      note_rows(t, row_amax);
+    };
     if (given_scale != nullptr) {
       s = {*given_scale, 1.0f / *given_scale};
-      for_each_tile([&](const Tile& t) {
-        amax_of_tile(t);
-        const bool clean = tile_amax[t.index] < kInfBits && bits_float(tile_amax[t.index]) * s.scale <= fp8_max(format);
-        encode_tile(t, &s.scale, 0, t.cols, clean, data_t != nullptr);
+      first.for_each([&](const Tile& t) {
+        note_tile(t);
+        encode_tile(t, tile_amax[t.index] < kInfBits && bits_float(tile_amax[t.index]) * s.scale <= fp8_max(format));
       });
     } else {
-      for_each_tile(amax_of_tile);
+      first.for_each(note_tile);
       s = scale_of(amax());
       const bool clean = amax() < kInfBits;
-      for_each_tile([&](const Tile& t) { encode_tile(t, &s.scale, 0, t.cols, clean, data_t != nullptr); });
+      second.for_each([&](const Tile& t) { encode_tile(t, clean); });
     }
     write_scales(0, &s.scale_inv, 1);
     if (scale_inv_t != nullptr) write_scales_t(0, 1, &s.scale_inv, 1);
@@ -208,83 +263,104 @@ struct Quantize {
 
   // A scale per row; the transposed copy has a scale per column.
   void run_rows() {
-    // Asked by the scales: with no rows data_t is empty, so its pointer may be null, while every column still has a scale.
-    const bool transposed = scale_inv_t != nullptr;
-    std::vector<uint32_t> row_amax(chunks * rows), col_amax(transposed ? bands * cols : 0);
-    for_each_tile([&](const Tile& t) {
-      uint32_t* out = row_amax.data() + t.index % chunks * rows + t.row;
-      TE_SIMD_CALL(amax_rows)(part(x, t.row, t.col), t.rows, t.cols, t.cols, out);
-      for (int64_t r = 0; r < t.rows; ++r) note(t, out[r]);
-      if (transposed) TE_SIMD_CALL(amax_cols)(part(x, t.row, t.col), t.rows, t.cols, col_amax.data() + t.index / chunks * cols + t.col);
-      count(t);
-    });
-    // The parts of a row or column are in the first `n` entries afterwards.
-    auto reduce = [&](std::vector<uint32_t>& parts, int64_t count, int64_t n, float* inverse) {
-      std::vector<float> scales(n);
-      parts.resize(count > 0 ? count * n : n, 0);
-      for (int64_t p = 1; p < count; ++p) {
-        for (int64_t i = 0; i < n; ++i) parts[i] = parts[p * n + i] > parts[i] ? parts[p * n + i] : parts[i];
+    const Cut cut = transposed ? square_cut(rows, cols) : long_cut(rows, cols);
+    begin_statistics(cut);
+    std::vector<uint32_t> row_amax(cut.chunks * rows), col_amax(transposed ? cut.bands * cols : 0);
+    cut.for_each([&](const Tile& t) {
+      note_rows(t, row_amax.data() + t.index % cut.chunks * rows + t.row);
+      if (transposed) {
+        TE_SIMD_CALL(amax_cols)(part(x, t.row, t.col), t.rows, t.cols, col_amax.data() + t.index / cut.chunks * cols + t.col);
       }
-      TE_SIMD_CALL(scales_from_amax)(parts.data(), n, fp8_max(format), pow2, scales.data(), inverse);
-      return scales;
-    };
-    const std::vector<float> row_scale = reduce(row_amax, chunks, rows, scale_inv);
-    std::vector<float> col_scale;
-    if (data_t != nullptr) col_scale = reduce(col_amax, bands, cols, scale_inv_t);
-    const bool clean = amax() < kInfBits;
-    for_each_tile([&](const Tile& t) {
-      encode_tile(t, row_scale.data() + t.row, 1, t.cols, clean, false);
-      if (!transposed) return;
-      for_each_subtile(t, [&](int64_t c, int64_t n) { encode_transposed(t, c, n, col_scale.data() + c, 0, kBandRows, clean); });
     });
+    const std::vector<float> row_scale = reduce(row_amax, cut.chunks, rows, scale_inv);
+    const std::vector<float> col_scale = transposed ? reduce(col_amax, cut.bands, cols, scale_inv_t) : std::vector<float>();
+    const bool clean = amax() < kInfBits;
+    cut.for_each([&](const Tile& t) {
+      encode(t.row, t.col, t.rows, t.cols, row_scale.data() + t.row, 1, t.cols, clean);
+      if (!transposed) return;
+      encode_for_transposed(t, 0, t.rows, col_scale.data() + t.col, 0, kSide, clean);
+      write_transposed(t);
+    });
+  }
+
+  // n scales, and scale_inv of each, from the amax of `count` parts, parts[p * n + i].
+  std::vector<float> reduce(std::vector<uint32_t>& parts, int64_t count, int64_t n, float* inverse) const {
+    std::vector<float> scales(n);
+    parts.resize(count > 0 ? count * n : n, 0);
+    for (int64_t p = 1; p < count; ++p) {
+      for (int64_t i = 0; i < n; ++i) parts[i] = parts[p * n + i] > parts[i] ? parts[p * n + i] : parts[i];
+    }
+    TE_SIMD_CALL(scales_from_amax)(parts.data(), n, fp8_max(format), pow2, scales.data(), inverse);
+    return scales;
   }
 
   // A scale per 1 x `group` (128, or 32 for mx); the transposed copy has scales of its own, along its own rows.
   void run_row_blocks(int64_t group) {
+    const Cut cut = transposed ? square_cut(rows, cols) : long_cut(rows, cols);
+    begin_statistics(cut);
     const int64_t across = ceil_div(cols, group), down = ceil_div(rows, group);
-    constexpr int64_t most = kBlock / kMxBlock;  // groups in the side of a subtile
-    for_each_tile([&](const Tile& t) {
-      for_each_subtile(t, [&](int64_t c, int64_t n) {
-        uint32_t amax_bits[kBandRows * most];
-        float scales[kBandRows * most], inverse[kBandRows * most];
-        const int64_t groups = ceil_div(n, group);
-        const Matrix m = part(x, t.row, c);
-        TE_SIMD_CALL(amax_rows)(m, t.rows, n, group, amax_bits);
-        note(t, TE_SIMD_CALL(scales_from_amax)(amax_bits, t.rows * groups, fp8_max(format), pow2, scales, inverse));
-        for (int64_t r = 0; r < t.rows; ++r) write_scales((t.row + r) * across + c / group, inverse + r * groups, groups);
-        const bool clean = tile_amax[t.index] < kInfBits;
-        TE_SIMD_CALL(encode_rows)(m, t.rows, n, scales, groups, group, format, clean, data + t.row * cols + c, cols);
-        if (data_t == nullptr) return;
-        const int64_t tall = ceil_div(t.rows, group);
-        for (int64_t g = 0; g < tall; ++g) {
-          TE_SIMD_CALL(amax_cols)(part(x, t.row + g * group, c), min64(group, t.rows - g * group), n, amax_bits);
-          TE_SIMD_CALL(scales_from_amax)(amax_bits, n, fp8_max(format), pow2, scales + g * kSubtile, inverse);
-          write_scales_t(c * down + t.row / group + g, down, inverse, n);
-        }
-        encode_transposed(t, c, n, scales, kSubtile, group, clean);
-      });
+    cut.for_each([&](const Tile& t) {
+      const int64_t groups = ceil_div(t.cols, group);
+      for (int64_t r = 0; r < t.rows; r += kStepRows) {
+        const int64_t n_rows = min64(kStepRows, t.rows - r);
+        uint32_t amax_bits[kStepGroups];
+        float scales[kStepGroups], inverse[kStepGroups];
+        TE_SIMD_CALL(amax_rows)(part(x, t.row + r, t.col), n_rows, t.cols, group, amax_bits);
+        note(t, TE_SIMD_CALL(scales_from_amax)(amax_bits, n_rows * groups, fp8_max(format), pow2, scales, inverse));
+        for (int64_t i = 0; i < n_rows; ++i) write_scales((t.row + r + i) * across + t.col / group, inverse + i * groups, groups);
+        encode(t.row + r, t.col, n_rows, t.cols, scales, groups, group, tile_amax[t.index] < kInfBits);
+      }
       count(t);
+      if (!transposed) return;
+      for (int64_t r = 0; r < t.rows; r += group) {
+        const int64_t n_rows = min64(group, t.rows - r);
+        uint32_t amax_bits[kSide];
+        float scales[kSide], inverse[kSide];
+        TE_SIMD_CALL(amax_cols)(part(x, t.row + r, t.col), n_rows, t.cols, amax_bits);
+        TE_SIMD_CALL(scales_from_amax)(amax_bits, t.cols, fp8_max(format), pow2, scales, inverse);
+        write_scales_t(t.col * down + (t.row + r) / group, down, inverse, t.cols);
+        encode_for_transposed(t, r, n_rows, scales, 0, group, tile_amax[t.index] < kInfBits);
+      }
+      write_transposed(t);
     });
   }
 
   // A scale per 128 x 128, the same for the transposed copy.
   void run_square_blocks() {
+    const Cut cut = square_cut(rows, cols);
+    begin_statistics(cut);
     const int64_t across = ceil_div(cols, kBlock), down = ceil_div(rows, kBlock);
-    for_each_tile([&](const Tile& t) {
-      for_each_subtile(t, [&](int64_t c, int64_t n) {
-        uint32_t row_amax[kBandRows], best = 0;
-        TE_SIMD_CALL(amax_rows)(part(x, t.row, c), t.rows, n, n, row_amax);
-        for (int64_t r = 0; r < t.rows; ++r) best = row_amax[r] > best ? row_amax[r] : best;
-        note(t, best);
-        const Scale s = scale_of(best);
-        write_scales(t.row / kBlock * across + c / kBlock, &s.scale_inv, 1);
-        if (data_t != nullptr) write_scales_t(c / kBlock * down + t.row / kBlock, 1, &s.scale_inv, 1);
-        encode_tile(Tile{t.index, t.row, c, t.rows, n}, &s.scale, 0, n, best < kInfBits, data_t != nullptr);
-      });
+    cut.for_each([&](const Tile& t) {
+      const int64_t groups = ceil_div(t.cols, kBlock);
+      for (int64_t r = 0; r < t.rows; r += kBlock) {
+        const int64_t n_rows = min64(kBlock, t.rows - r);
+        constexpr int64_t most = kSide / kBlock;
+        uint32_t row_amax[kBlock * most], amax_bits[most] = {};
+        float scales[most], inverse[most];
+        TE_SIMD_CALL(amax_rows)(part(x, t.row + r, t.col), n_rows, t.cols, kBlock, row_amax);
+        for (int64_t i = 0; i < n_rows * groups; ++i) {
+          amax_bits[i % groups] = row_amax[i] > amax_bits[i % groups] ? row_amax[i] : amax_bits[i % groups];
+        }
+        note(t, TE_SIMD_CALL(scales_from_amax)(amax_bits, groups, fp8_max(format), pow2, scales, inverse));
+        const int64_t block_row = (t.row + r) / kBlock, block_col = t.col / kBlock;
+        write_scales(block_row * across + block_col, inverse, groups);
+        const bool clean = tile_amax[t.index] < kInfBits;
+        if (transposed) {
+          write_scales_t(block_col * down + block_row, down, inverse, groups);
+          encode_keeping(t, r, n_rows, scales, 0, kBlock, clean);
+        } else {
+          encode(t.row + r, t.col, n_rows, t.cols, scales, 0, kBlock, clean);
+        }
+      }
       count(t);
+      if (transposed) write_transposed(t);
     });
   }
 };
+
+// Results too large for the last-level cache together with x are written past it: a line that is written whole need not be read. The
+// system's word for that cache's size is no help: it may count caches of other cores.
+bool larger_than_cache(int64_t bytes) { return bytes > int64_t(32) << 20; }
 
 void check_input(const TensorView& x, const TensorView& stats) {
   check_device(x, "x", kDLCPU);
@@ -318,7 +394,7 @@ void run(TensorView x, const TensorView* scale, TensorView data_out, const Tenso
     TE_CHECK(std::isnan(*given) || (*given > 0 && *given <= kFltMax), "scale is " << *given << "; expected a finite value above 0");
   }
 
-  Quantize q{matrix_of(x), rows, cols, format, pow2 == 1 || granularity == kMx, data<uint8_t>(data_out)};
+  Quantize q{matrix_of(x), rows, cols, format, pow2 == 1 || granularity == kMx, data_t != nullptr, data<uint8_t>(data_out)};
   if (data_t != nullptr) q.data_t = data<uint8_t>(*data_t);
   if (granularity == kMx) {
     q.scale_byte = data<uint8_t>(*scale_inv);
@@ -327,7 +403,7 @@ void run(TensorView x, const TensorView* scale, TensorView data_out, const Tenso
     q.scale_inv = data<float>(*scale_inv);
     if (scale_inv_t != nullptr) q.scale_inv_t = data<float>(*scale_inv_t);
   }
-  q.cut();
+  q.stream = larger_than_cache(rows * cols * ((q.x.dtype == kF32 ? 4 : 2) + (q.transposed ? 2 : 1)));
   switch (granularity) {
     case kTensor: q.run_tensor(given); break;
     case kRow: q.run_rows(); break;

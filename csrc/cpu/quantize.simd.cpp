@@ -12,6 +12,17 @@ namespace te {
 namespace TE_SIMD {
 namespace {
 
+// Asks for the first bytes of a row that comes soon: where rows are cut into pieces, the processor cannot foresee where the next one
+// begins. The address may lie past the end of the tensor; asking for it does nothing then.
+TE_INLINE void expect_read(const void* p, int64_t offset, int64_t bytes) {
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(p) + uintptr_t(offset);
+  for (int64_t b = 0; b < (bytes < 1024 ? bytes : 1024); b += 64) __builtin_prefetch(reinterpret_cast<const void*>(begin + b), 0, 3);
+}
+TE_INLINE void expect_write(const void* p, int64_t offset, int64_t bytes) {
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(p) + uintptr_t(offset);
+  for (int64_t b = 0; b < (bytes < 1024 ? bytes : 1024); b += 64) __builtin_prefetch(reinterpret_cast<const void*>(begin + b), 1, 3);
+}
+
 template <typename T>
 struct Lane;  // the integer whose maximum is the amax, and its way back to float bits
 template <>
@@ -55,6 +66,7 @@ template <typename T>
 void amax_rows_t(const T* x, int64_t ld, int64_t rows, int64_t cols, int64_t group, uint32_t* out) {
   const int64_t groups = (cols + group - 1) / group;
   for (int64_t r = 0; r < rows; ++r) {
+    expect_read(x, (r + 2) * ld * int64_t(sizeof(T)), cols * int64_t(sizeof(T)));
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t begin = g * group;
       const int64_t n = cols - begin < group ? cols - begin : group;
@@ -123,6 +135,7 @@ template <int Code, bool Clean, typename T>
 void encode_rows_t(const T* x, int64_t ld, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group,
                    uint8_t* out, int64_t out_ld) {
   for (int64_t r = 0; r < rows; ++r) {
+    expect_read(x, (r + 2) * ld * int64_t(sizeof(T)), cols * int64_t(sizeof(T)));
     for (int64_t begin = 0, g = 0; begin < cols; begin += group, ++g) {
       const int64_t n = cols - begin < group ? cols - begin : group;
       encode_span<Code, Clean, false>(x + r * ld + begin, n, scales + r * scale_ld + g, out + r * out_ld + begin);
@@ -134,37 +147,85 @@ template <int Code, bool Clean, typename T>
 void encode_cols_t(const T* x, int64_t ld, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group,
                    uint8_t* out, int64_t out_ld) {
   for (int64_t r = 0; r < rows; ++r) {
+    expect_read(x, (r + 2) * ld * int64_t(sizeof(T)), cols * int64_t(sizeof(T)));
     encode_span<Code, Clean, true>(x + r * ld, cols, scales + (r / group) * scale_ld, out + r * out_ld);
   }
 }
 
 // ---- byte transpose --------------------------------------------------------------------------------------------------------
 
-typedef uint8_t Bytes16 __attribute__((vector_size(16)));
-
+// kLanes lanes of 16 bytes: 16 rows of kTurnCols bytes are turned at once, each lane for itself.
+#if defined(__AVX512F__)
+typedef __m512i Bytes;
+constexpr int kLanes = 4;
+TE_INLINE Bytes interleave_low(Bytes a, Bytes b) { return _mm512_unpacklo_epi8(a, b); }
+TE_INLINE Bytes interleave_high(Bytes a, Bytes b) { return _mm512_unpackhi_epi8(a, b); }
+TE_INLINE void store_lanes(Bytes v, uint8_t* out, int64_t lane_step) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_castsi512_si128(v));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + lane_step), _mm512_extracti32x4_epi32(v, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 2 * lane_step), _mm512_extracti32x4_epi32(v, 2));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 3 * lane_step), _mm512_extracti32x4_epi32(v, 3));
+}
+#elif defined(__AVX2__)
+typedef __m256i Bytes;
+constexpr int kLanes = 2;
+TE_INLINE Bytes interleave_low(Bytes a, Bytes b) { return _mm256_unpacklo_epi8(a, b); }
+TE_INLINE Bytes interleave_high(Bytes a, Bytes b) { return _mm256_unpackhi_epi8(a, b); }
+TE_INLINE void store_lanes(Bytes v, uint8_t* out, int64_t lane_step) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(v));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out + lane_step), _mm256_extracti128_si256(v, 1));
+}
+#elif defined(__x86_64__)
+typedef __m128i Bytes;
+constexpr int kLanes = 1;
+TE_INLINE Bytes interleave_low(Bytes a, Bytes b) { return _mm_unpacklo_epi8(a, b); }
+TE_INLINE Bytes interleave_high(Bytes a, Bytes b) { return _mm_unpackhi_epi8(a, b); }
+TE_INLINE void store_lanes(Bytes v, uint8_t* out, int64_t) { _mm_storeu_si128(reinterpret_cast<__m128i*>(out), v); }
+#else
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+constexpr int kLanes = 1;
 #if defined(__clang__)
 #define TE_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define TE_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Bytes16{__VA_ARGS__})
+#define TE_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Bytes{__VA_ARGS__})
 #endif
-
-TE_INLINE Bytes16 interleave_low(Bytes16 a, Bytes16 b) {
+TE_INLINE Bytes interleave_low(Bytes a, Bytes b) {
   return TE_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
 }
-TE_INLINE Bytes16 interleave_high(Bytes16 a, Bytes16 b) {
+TE_INLINE Bytes interleave_high(Bytes a, Bytes b) {
   return TE_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
+TE_INLINE void store_lanes(Bytes v, uint8_t* out, int64_t) { memcpy(out, &v, 16); }
+#endif
+constexpr int kTurnCols = 16 * kLanes;
 
-// Four perfect shuffles of 16 rows of 16 bytes are a transpose.
-TE_INLINE void transpose_16x16(const uint8_t* in, int64_t in_ld, uint8_t* out, int64_t out_ld) {
-  Bytes16 a[16], b[16];
-  for (int i = 0; i < 16; ++i) memcpy(&a[i], in + i * in_ld, 16);
+// 16 rows of kTurnCols bytes; four perfect shuffles of 16 rows of 16 bytes are a transpose.
+TE_INLINE void transpose_16_rows(const uint8_t* in, int64_t in_ld, uint8_t* out, int64_t out_ld) {
+  Bytes a[16], b[16];
+  for (int i = 0; i < 16; ++i) memcpy(&a[i], in + i * in_ld, sizeof(Bytes));
   for (int i = 0; i < 8; ++i) b[2 * i] = interleave_low(a[i], a[i + 8]), b[2 * i + 1] = interleave_high(a[i], a[i + 8]);
   for (int i = 0; i < 8; ++i) a[2 * i] = interleave_low(b[i], b[i + 8]), a[2 * i + 1] = interleave_high(b[i], b[i + 8]);
   for (int i = 0; i < 8; ++i) b[2 * i] = interleave_low(a[i], a[i + 8]), b[2 * i + 1] = interleave_high(a[i], a[i + 8]);
   for (int i = 0; i < 8; ++i) a[2 * i] = interleave_low(b[i], b[i + 8]), a[2 * i + 1] = interleave_high(b[i], b[i + 8]);
-  for (int i = 0; i < 16; ++i) memcpy(out + i * out_ld, &a[i], 16);
+  for (int i = 0; i < 16; ++i, out += out_ld) store_lanes(a[i], out, 16 * out_ld);
 }
+
+#if defined(__x86_64__)
+// One cache line, past the caches; `out` is aligned to 64 bytes.
+TE_INLINE void stream_line(const uint8_t* in, uint8_t* out) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(out), _mm512_loadu_si512(in));
+#elif defined(__AVX2__)
+  for (int i = 0; i < 64; i += 32) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(out + i), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i)));
+  }
+#else
+  for (int i = 0; i < 64; i += 16) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(out + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i)));
+  }
+#endif
+}
+#endif
 
 // ---- choice of the template by dtype and format -----------------------------------------------------------------------------
 
@@ -253,12 +314,34 @@ void encode_cols(Matrix m, int64_t rows, int64_t cols, const float* scales, int6
 
 void transpose_bytes(const uint8_t* in, int64_t in_ld, int64_t rows, int64_t cols, uint8_t* out, int64_t out_ld) {
   const int64_t whole_rows = rows / 16 * 16;
-  const int64_t whole_cols = cols / 16 * 16;
-  for (int64_t c = 0; c < whole_cols; c += 16) {
-    for (int64_t r = 0; r < whole_rows; r += 16) transpose_16x16(in + r * in_ld + c, in_ld, out + c * out_ld + r, out_ld);
+  const int64_t whole_cols = cols / kTurnCols * kTurnCols;
+  for (int64_t r = 0; r < whole_rows; r += 16) {
+    for (int64_t c = 0; c < whole_cols; c += kTurnCols) transpose_16_rows(in + r * in_ld + c, in_ld, out + c * out_ld + r, out_ld);
   }
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t c = r < whole_rows ? whole_cols : 0; c < cols; ++c) out[c * out_ld + r] = in[r * in_ld + c];
+  }
+}
+
+void copy_rows(const uint8_t* in, int64_t in_ld, int64_t rows, int64_t n, uint8_t* out, int64_t out_ld, bool stream) {
+#if defined(__x86_64__)
+  if (stream && n % 64 == 0 && (rows == 1 || out_ld % 64 == 0) && reinterpret_cast<uintptr_t>(out) % 64 == 0) {
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < n; c += 64) stream_line(in + r * in_ld + c, out + r * out_ld + c);
+    }
+    _mm_sfence();  // such writes are ordered with nothing else
+    return;
+  }
+#else
+  (void)stream;
+#endif
+  for (int64_t r = 0; r < rows; ++r) {
+    const uint8_t* from = in + r * in_ld;
+    uint8_t* to = out + r * out_ld;
+    expect_write(to, 2 * out_ld, n);
+    int64_t c = 0;
+    for (; c + 64 <= n; c += 64) memcpy(to + c, from + c, 64);  // of constant size: no call
+    if (c < n) memcpy(to + c, from + c, n - c);
   }
 }
 

@@ -39,6 +39,10 @@ TE_SIMD_DECLARE(void, encode_cols,
 // out[c, r] = in[r, c]
 TE_SIMD_DECLARE(void, transpose_bytes,
                 (const uint8_t* in, int64_t in_ld, int64_t rows, int64_t cols, uint8_t* out, int64_t out_ld))
+// out[r, c] = in[r, c] for n bytes a row. stream: past the caches, where the addresses allow it; the writes are visible to other
+// threads when the call returns.
+TE_SIMD_DECLARE(void, copy_rows,
+                (const uint8_t* in, int64_t in_ld, int64_t rows, int64_t n, uint8_t* out, int64_t out_ld, bool stream))
 // y[c] = decode(in[c]) * scales[c / group], c < cols; y is float32 or bfloat16.
 TE_SIMD_DECLARE(void, decode_row,
                 (const uint8_t* in, int64_t cols, const float* scales, int64_t group, int64_t format, void* y, int y_dtype))
