@@ -1,4 +1,4 @@
-// gemm_fp8, gemm_bf16, grouped_gemm_fp8, grouped_gemm_fp8_wgrad, grouped_gemm, grouped_gemm_wgrad: checks and dispatch.
+// gemm_fp8, gemm_fp8_tile, gemm_bf16, grouped_gemm_fp8, grouped_gemm_fp8_wgrad, grouped_gemm, grouped_gemm_wgrad: checks and dispatch.
 //
 // scale_kind: 0 tensor x tensor (scale_a[1], scale_b[1]; grouped: scale_b[E] or [1]), 1 row x row (scale_a[M], scale_b[N]; grouped
 // scale_b[E, N]), 2 block 1x128 x 128x128 (scale_a[M, K/128], scale_b[N/128, K/128], grouped with E in front), 3 block 1x128 x
@@ -94,7 +94,7 @@ int choose_waves(const Launch& l, const Problem& p) {
 }
 
 void run(const Launch& l, const Problem& p, const TensorView& a, const TensorView& b, const TensorView* scale_a, const TensorView* scale_b,
-         const TensorView* sizes, const TensorView& c, bool accumulate) {
+         const TensorView* sizes, const TensorView& c, bool accumulate, int64_t tile_rows = 0) {
   check_same_device(b, a, "b");
   check_same_device(c, a, "c");
   check_output(c, accumulate);
@@ -128,7 +128,8 @@ void run(const Launch& l, const Problem& p, const TensorView& a, const TensorVie
     if (!accumulate) cudaMemsetAsync(g.c, 0, c.numel() * (c.dtype().bits / 8), l.stream);
     return;
   }
-  const int waves = choose_waves(l, p);
+  TE_CHECK(tile_rows == 0 || tile_rows == 128 || tile_rows == 256, "tile_rows must be 0 (chosen here), 128 or 256, got " << tile_rows);
+  const int waves = tile_rows ? static_cast<int>(tile_rows / 128) : choose_waves(l, p);
   const int bm = 128 * waves;
   const int element = p.fp8 ? 1 : 2;
   const bool mn = !p.fp8 && p.mode == Mode::ragged_k;
@@ -175,8 +176,9 @@ void check_matrix(const TensorView& t, const char* name, int ndim) {
 }
 
 // a[M,K], b[N,K] FP8 -> c[M,N] bf16 or fp32.
-void gemm_fp8(TensorView a, TensorView b, TensorView scale_a, TensorView scale_b, TensorView c, int64_t format_a, int64_t format_b, int64_t scale_kind,
-              int64_t accumulate) {
+// tile_rows: 0 lets the library choose; 128 or 256 forces the tile, for a caller that measures.
+void gemm_fp8_tile(TensorView a, TensorView b, TensorView scale_a, TensorView scale_b, TensorView c, int64_t format_a, int64_t format_b,
+                   int64_t scale_kind, int64_t accumulate, int64_t tile_rows) {
   const Launch l(a);
   check_formats(format_a, format_b, scale_kind);
   check_matrix(a, "a", 2);
@@ -187,7 +189,11 @@ void gemm_fp8(TensorView a, TensorView b, TensorView scale_a, TensorView scale_b
   check_shape(b, "b", {p.N, p.K});
   check_shape(c, "c", {p.M, p.N});
   check_k(p.K, 16, "K");
-  run(l, p, a, b, &scale_a, &scale_b, nullptr, c, accumulate != 0);
+  run(l, p, a, b, &scale_a, &scale_b, nullptr, c, accumulate != 0, tile_rows);
+}
+void gemm_fp8(TensorView a, TensorView b, TensorView scale_a, TensorView scale_b, TensorView c, int64_t format_a, int64_t format_b, int64_t scale_kind,
+              int64_t accumulate) {
+  gemm_fp8_tile(a, b, scale_a, scale_b, c, format_a, format_b, scale_kind, accumulate, 0);
 }
 
 // a[M,K], b[N,K] bf16 -> c[M,N] bf16 or fp32.
@@ -268,6 +274,7 @@ void grouped_gemm_wgrad(TensorView dy, TensorView x, TensorView group_sizes, Ten
 }  // namespace te
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gemm_fp8, te::gemm_fp8);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gemm_fp8_tile, te::gemm_fp8_tile);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gemm_bf16, te::gemm_bf16);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_gemm_fp8, te::grouped_gemm_fp8);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_gemm, te::grouped_gemm);

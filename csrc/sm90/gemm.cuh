@@ -270,26 +270,36 @@ __device__ __forceinline__ void store_wave(const float (&d)[64], uint8_t* stagin
 }
 
 // One warp of the producer: for every stage of a tile, N block scales a lane (rows or columns first, first + 32, ... of a matrix with
-// `limit` of them), times factor[k] when given, into shared memory. Read one stage ahead of the wait.
+// `limit` of them), times factor[k] when given, into shared memory. Two K blocks are read at a time where rows of scales start on 8
+// bytes (four at a time would spill the producer's 40 registers); the next loads are issued before the wait for a free stage.
 template <int N, int STRIDE, typename Advance>
-__device__ __forceinline__ void bring_scales(const float* from, const float* factor, int first, int limit, int scale_k, const Tile& t, float* to, uint64_t* full,
-                                             uint64_t* empty, const int& stage, const uint32_t& phase, const Advance& advance) {
+__device__ __forceinline__ void bring_scales(const float* from, const float* factor, int first, int limit, const GemmArgs& p, const Tile& t, float* to,
+                                             uint64_t* full, uint64_t* empty, const int& stage, const uint32_t& phase, const Advance& advance) {
   if (t.k0 >= t.k1) return;
+  const bool two = p.scale_k % 2 == 0 && (reinterpret_cast<uintptr_t>(from) & 7) == 0;
   int at[N];
-  float value[N];
+  float2 value[N];
 #pragma unroll
-  for (int i = 0; i < N; ++i) at[i] = min(first + 32 * i, limit - 1) * scale_k;
+  for (int i = 0; i < N; ++i) at[i] = min(first + 32 * i, limit - 1) * p.scale_k;
   auto read = [&](int k) {
-    const float f = factor ? __ldg(factor + k) : 1.f;
 #pragma unroll
-    for (int i = 0; i < N; ++i) value[i] = __ldg(from + at[i] + k) * f;
+    for (int i = 0; i < N; ++i) {
+      if (two) value[i] = __ldg(reinterpret_cast<const float2*>(from + at[i] + (k & ~1)));
+      else value[i].x = __ldg(from + at[i] + k);
+    }
   };
   read(t.k0);
+  float f = factor ? __ldg(factor + t.k0) : 1.f;
+#pragma unroll 1
   for (int k = t.k0; k < t.k1; ++k, advance()) {
     ptx::barrier_wait(empty + stage, phase ^ 1);
+    const bool second = two && (k & 1);
 #pragma unroll
-    for (int i = 0; i < N; ++i) to[stage * STRIDE + 32 * i] = value[i];
-    if (k + 1 < t.k1) read(k + 1);
+    for (int i = 0; i < N; ++i) to[stage * STRIDE + 32 * i] = (second ? value[i].y : value[i].x) * f;
+    if (k + 1 < t.k1) {
+      if (!two || second) read(k + 1);
+      if (factor) f = __ldg(factor + k + 1);
+    }
     __syncwarp();
     if ((threadIdx.x & 31) == 0) ptx::barrier_arrive(full + stage);
   }
@@ -369,14 +379,19 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
           factor = p.scale_b + (static_cast<int64_t>(group) * blocks_n + min(t.col0 / 128, blocks_n - 1)) * p.scale_k;
         }
         const int own = (warp - 9) * (BM / 2) + lane;
-        if (warp < 11) bring_scales<BM / 64, Shape::kStageScales>(p.scale_a, factor, t.row0 + own, p.M, p.scale_k, t, scales + own, full, empty, stage, phase, advance);
-        else bring_scales<kBlockN / 32, Shape::kStageScales>(p.scale_b, factor, t.col0 + lane, p.N, p.scale_k, t, scales + BM + lane, full, empty, stage, phase, advance);
+        if (warp < 11) bring_scales<BM / 64, Shape::kStageScales>(p.scale_a, factor, t.row0 + own, p.M, p, t, scales + own, full, empty, stage, phase, advance);
+        else bring_scales<kBlockN / 32, Shape::kStageScales>(p.scale_b, factor, t.col0 + lane, p.N, p, t, scales + BM + lane, full, empty, stage, phase, advance);
       }
     }
   } else {
     ptx::registers_up<232>();
     const int g = group_of_warps;
     uint8_t* own_staging = staging + warp * 2048;
+    // FP8: the two warpgroups take turns at the tensor cores, so that one adds its sums while the other multiplies. Left alone they
+    // fall into step: both wait on the same stages, multiply together and then add together. The turn passes when the last of
+    // a wave's four products is running.
+    constexpr int kTurn = 2;
+    if (Shape::kFp8 && g == 1) ptx::named_barrier_arrive(kTurn, 256);
     const int row_in_wave = (warp & 3) * 16 + (lane >> 2);
     while (schedule.next(t)) {
       float sum[WAVES][64];
@@ -409,18 +424,24 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
           for (int w = 0; w < WAVES; ++w) {
             float part[64];
             const uint64_t desc_a = ptx::wgmma_descriptor(a + (w * 2 + g) * 64 * 128);
-            ptx::pin(part);
-            ptx::wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < 4; ++i) multiply<OPS>(part, desc_a + i * kStep, desc_b + i * kStep, i > 0);
-            ptx::wgmma_commit();
             float s0 = 0.f, s1 = 0.f;
             if constexpr (SCALING != Scaling::epilogue) {
               const float* rows = scales + stage * Shape::kStageScales + (w * 2 + g) * 64 + row_in_wave;
               s0 = rows[0], s1 = rows[8];
             }
+            ptx::named_barrier(kTurn + g, 256);
             ptx::pin(part);
+            ptx::wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < 3; ++i) multiply<OPS>(part, desc_a + i * kStep, desc_b + i * kStep, i > 0);
+            ptx::wgmma_commit();
+            multiply<OPS>(part, desc_a + 3 * kStep, desc_b + 3 * kStep, true);
+            ptx::wgmma_commit();
+            ptx::pin(part);
+            ptx::wgmma_wait<1>();
+            ptx::named_barrier_arrive(kTurn + 1 - g, 256);
             ptx::wgmma_wait<0>();
+            ptx::pin(part);
             if constexpr (SCALING == Scaling::epilogue) {
               if (w == WAVES - 1) release(stage);
 #pragma unroll
@@ -433,10 +454,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
 #pragma unroll
               for (int i = 0; i < 64; ++i) sum[w][i] = fmaf(part[i], (i & 2) ? s1 : s0, sum[w][i]);
             } else {
-              const float2* columns = reinterpret_cast<const float2*>(scales + stage * Shape::kStageScales + BM) + (lane & 3);
+              const uint32_t columns = ptx::shared_address(scales + stage * Shape::kStageScales + BM + (lane & 3) * 2);
 #pragma unroll
               for (int j = 0; j < 16; ++j) {
-                const float2 s = columns[j * 4];
+                const float2 s = ptx::load_shared_float2(columns + j * 32);  // not moved up: 32 registers more would spill
                 sum[w][4 * j + 0] = fmaf(part[4 * j + 0] * s.x, s0, sum[w][4 * j + 0]);
                 sum[w][4 * j + 1] = fmaf(part[4 * j + 1] * s.y, s0, sum[w][4 * j + 1]);
                 sum[w][4 * j + 2] = fmaf(part[4 * j + 2] * s.x, s1, sum[w][4 * j + 2]);
@@ -501,6 +522,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
       }
     }
   }
+  if (Shape::kFp8 && group_of_warps == 0) ptx::named_barrier(2, 256);  // takes the last turn, so that no arrival stays behind
   // No block leaves while its partner may still write into its shared memory or arrive at its barriers.
   __syncwarp();
   __syncthreads();

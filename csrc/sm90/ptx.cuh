@@ -7,6 +7,13 @@ namespace te::ptx {
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
+// A load that stays where it is written.
+__device__ __forceinline__ float2 load_shared_float2(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
+  return v;
+}
+
 // ---- mbarrier ------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(uint64_t* bar, uint32_t count) {
@@ -83,6 +90,11 @@ __device__ __forceinline__ void add_float4(float* p, uint4 v) {
 // Ordinary stores to shared memory become visible to the copy engine and the tensor cores.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Programmatic dependent launch: everything that the kernel before in the stream wrote is visible after this.
+__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Lets the next kernel start (up to its own wait).
+__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // ---- Warpgroups ----------------------------------------------------------------------------------------------------
 
 template <int REGS>
@@ -91,6 +103,7 @@ template <int REGS>
 __device__ __forceinline__ void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGS)); }
 
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

@@ -40,24 +40,31 @@ void launch_direct(const Context& l, const Source& source, const QuantArgs& q) {
 }
 
 template <class Tiles, int FMT, int MODE, bool TR>
-void launch_tiles_of(const Context& l, const Tiles& source, const QuantArgs& q, bool reverse) {
+void launch_tiles_of(const Context& l, const Tiles& source, const QuantArgs& q, bool after) {
   using Shape = TilesShape<Tiles, MODE, TR>;
   auto* kernel = quantize_tiles_kernel<Tiles, FMT, MODE, TR>;
   static const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSmem);
   (void)ready;  // a failure shows at the launch
   const int64_t tiles = ceil_div(q.R, kTile) * ceil_div(Tiles::kPair ? q.C / 2 : q.C, kTile);
   const unsigned grid = static_cast<unsigned>(std::min<int64_t>(tiles, static_cast<int64_t>(l.sms) * Shape::kBlocks));
-  kernel<<<grid, kQuantThreads, Shape::kSmem, l.stream>>>(source, q, reverse);
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid), config.blockDim = dim3(kQuantThreads), config.dynamicSmemBytes = Shape::kSmem, config.stream = l.stream;
+  config.attrs = &overlap, config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, source, q, after);
 }
 
+// `after`: a kernel of the same op ran just before, over the same tensor: its results are needed, and L2 holds the end of the tensor.
 // How the casts of a tensor are launched: through TMA, or one tile a block where its rows forbid that.
 template <class Tiles>
 struct ByTiles {
   const Tiles& tiles;
   template <int FMT, int MODE>
-  void launch(const Context& l, const QuantArgs& q, bool reverse) const {
-    if (q.data_t) launch_tiles_of<Tiles, FMT, MODE, true>(l, tiles, q, reverse);
-    else launch_tiles_of<Tiles, FMT, MODE, false>(l, tiles, q, reverse);
+  void launch(const Context& l, const QuantArgs& q, bool after) const {
+    if (q.data_t) launch_tiles_of<Tiles, FMT, MODE, true>(l, tiles, q, after);
+    else launch_tiles_of<Tiles, FMT, MODE, false>(l, tiles, q, after);
   }
 };
 template <class Source>
@@ -78,11 +85,11 @@ void launch_amax(const Context& l, const Source& source, const QuantArgs& q, uin
 
 // Row, block and MX scaling. Row scaling reads twice: the scale of the first value of a row depends on the last one.
 template <int FMT, class Source, class Cast>
-void quantize_scaled(const Context& l, const Source& source, const Cast& cast, QuantArgs q, int64_t granularity, bool reverse) {
+void quantize_scaled(const Context& l, const Source& source, const Cast& cast, QuantArgs q, int64_t granularity, bool after) {
   q.write_stats = true;
-  if (granularity == kBlock1x128) return cast.template launch<FMT, kMode1x128>(l, q, reverse);
-  if (granularity == kBlock128x128) return cast.template launch<FMT, kMode128x128>(l, q, reverse);
-  if (granularity == kMx) return cast.template launch<FMT, kModeMx>(l, q, reverse);
+  if (granularity == kBlock1x128) return cast.template launch<FMT, kMode1x128>(l, q, after);
+  if (granularity == kBlock128x128) return cast.template launch<FMT, kMode128x128>(l, q, after);
+  if (granularity == kMx) return cast.template launch<FMT, kModeMx>(l, q, after);
   uint32_t* row_amax = static_cast<uint32_t*>(q.scale_inv);
   uint32_t* col_amax = static_cast<uint32_t*>(q.scale_inv_t);
   cudaMemsetAsync(row_amax, 0, q.R * 4, l.stream);
@@ -97,23 +104,23 @@ void quantize_scaled(const Context& l, const Source& source, const Cast& cast, Q
 
 // Tensor scaling: one read with a given scale (delayed), two without (current).
 template <int FMT, class Source, class Cast>
-void quantize_tensor(const Context& l, const Source& source, const Cast& cast, QuantArgs q, bool reverse) {
+void quantize_tensor(const Context& l, const Source& source, const Cast& cast, QuantArgs q, bool after) {
   q.write_stats = q.scale != nullptr;
   if (!q.scale) launch_amax(l, source, q, nullptr, nullptr);
-  cast.template launch<FMT, kGiven>(l, q, reverse || q.scale == nullptr);
+  cast.template launch<FMT, kGiven>(l, q, after || q.scale == nullptr);
 }
 
 // FUSED: E5M2 with tensor scaling only (the gradients of fp8_current and fp8_delayed); the host code has refused the rest.
-// reverse: an earlier kernel of the op has just read the same tensor.
+
 template <bool FUSED, class Source, class Cast>
-void quantize_all(const Context& l, const Source& source, const Cast& cast, const QuantArgs& q, int64_t granularity, int64_t format, bool reverse) {
+void quantize_all(const Context& l, const Source& source, const Cast& cast, const QuantArgs& q, int64_t granularity, int64_t format, bool after) {
   if (granularity == kTensor) {
-    if (format == kE4M3) quantize_tensor<kE4M3>(l, source, cast, q, reverse);
-    else quantize_tensor<kE5M2>(l, source, cast, q, reverse);
+    if (format == kE4M3) quantize_tensor<kE4M3>(l, source, cast, q, after);
+    else quantize_tensor<kE5M2>(l, source, cast, q, after);
   } else if (format == kE4M3) {
-    quantize_scaled<kE4M3>(l, source, cast, q, granularity, reverse);
+    quantize_scaled<kE4M3>(l, source, cast, q, granularity, after);
   } else if constexpr (!FUSED) {
-    quantize_scaled<kE5M2>(l, source, cast, q, granularity, reverse);
+    quantize_scaled<kE5M2>(l, source, cast, q, granularity, after);
   }
 }
 

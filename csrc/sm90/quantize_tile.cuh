@@ -351,8 +351,8 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
 
 // Persistent, fed by TMA: while a tile is cast, the next ones are on their way. A Tiles type has `type`, `kInputs` tensors with a map each,
 // kPair (two output tiles: tensors of two halves [R, 2W] made from the same inputs; the second tile lies W columns further),
-// `prepare(col, width)` for what belongs to a thread's columns, and `read` from a stage. `reverse` walks the tensor from its end: a
-// second pass starts with what the first pass left in L2.
+// `prepare(col, width)` for what belongs to a thread's columns, and `read` from a stage. `after`: a kernel of the same op ran just before
+// over the same tensor; its results are waited for first, and the tensor is walked from its end, which is in L2.
 template <class Tiles, int MODE, bool TR>
 struct TilesShape {
   using T = typename Tiles::type;
@@ -365,7 +365,7 @@ struct TilesShape {
 
 template <class Tiles, int FMT, int MODE, bool TR>
 __global__ void __launch_bounds__(kQuantThreads, TilesShape<Tiles, MODE, TR>::kBlocks)
-    quantize_tiles_kernel(const __grid_constant__ Tiles source, const __grid_constant__ QuantArgs q, bool reverse) {
+    quantize_tiles_kernel(const __grid_constant__ Tiles source, const __grid_constant__ QuantArgs q, bool after) {
   using T = typename Tiles::type;
   using Shape = TilesShape<Tiles, MODE, TR>;
   constexpr int kStages = Shape::kStages;
@@ -373,10 +373,14 @@ __global__ void __launch_bounds__(kQuantThreads, TilesShape<Tiles, MODE, TR>::kB
   auto& sm = *reinterpret_cast<QuantSmem<T, MODE, TR>*>(stages + kStages * Shape::kStageBytes);
   uint64_t* full = reinterpret_cast<uint64_t*>(stages + kStages * Shape::kStageBytes + (sizeof(sm) + 15) / 16 * 16);
   const int64_t width = Tiles::kPair ? q.C / 2 : q.C;
-  const int tiles_c = static_cast<int>((width + kTile - 1) / kTile), tiles = tiles_c * static_cast<int>((q.R + kTile - 1) / kTile);
+  const int tiles_c = static_cast<int>((width + kTile - 1) / kTile), tiles_r = static_cast<int>((q.R + kTile - 1) / kTile), tiles = tiles_r * tiles_c;
+  // With a transposed copy the blocks that run together cover about a square, so that both copies are written in runs of 2 KB.
+  constexpr int kBand = TR ? 16 : 1;
   auto place = [&](int i, int& row0, int& col0) {
-    if (reverse) i = tiles - 1 - i;
-    row0 = i / tiles_c * kTile, col0 = i % tiles_c * kTile;
+    if (after) i = tiles - 1 - i;
+    const int band = i / (kBand * tiles_c), first = band * kBand, height = min(kBand, tiles_r - first);
+    i -= first * tiles_c;
+    row0 = (first + i % height) * kTile, col0 = i / height * kTile;
   };
   auto fetch = [&](int i, int stage) {
     if (i >= tiles) return;
@@ -390,8 +394,12 @@ __global__ void __launch_bounds__(kQuantThreads, TilesShape<Tiles, MODE, TR>::kB
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) ptx::barrier_init(full + s, 1);
     ptx::fence_barrier_init();
-    for (int s = 0; s < kStages; ++s) fetch(blockIdx.x + s * gridDim.x, s);
   }
+  // The kernel starts while the one before it ends: what that one wrote (statistics, amax, rstd) is waited for where it is needed. The
+  // inputs were complete before (begin_quantize launches a kernel in between), except where `after` says that the one before made them.
+  if (after) ptx::wait_for_previous_kernel();
+  if (threadIdx.x == 0)
+    for (int s = 0; s < kStages; ++s) fetch(blockIdx.x + s * gridDim.x, s);
   const Scale given = MODE == kGiven ? given_scale<FMT>(q) : Scale{};
   __syncthreads();
 
@@ -417,6 +425,7 @@ __global__ void __launch_bounds__(kQuantThreads, TilesShape<Tiles, MODE, TR>::kB
     }
     if (++stage == kStages) stage = 0, phase ^= 1;
   }
+  if (!after) ptx::wait_for_previous_kernel();
   add_seen<T>(q, seen);
 }
 
