@@ -34,9 +34,22 @@ class AttentionOptions:
 
 def plan_of(q, k, cu_q, o: AttentionOptions) -> Plan:
     problem = AttentionProblem(
-        tokens_q=q.shape[0], tokens_kv=k.shape[0], segments=cu_q.shape[0] - 1, heads=q.shape[1], kv_heads=k.shape[1],
-        head_dim=q.shape[2], dtype=dtype_name(q), mask=o.mask, window=o.window, softmax_scale=o.softmax_scale,
-        precision=o.precision, needs_backward=True, deterministic=o.deterministic, dq_accumulation=o.dq_accumulation, gaps=o.gaps)
+        tokens_q=q.shape[0],
+        tokens_kv=k.shape[0],
+        segments=cu_q.shape[0] - 1,
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        head_dim=q.shape[2],
+        dtype=dtype_name(q),
+        mask=o.mask,
+        window=o.window,
+        softmax_scale=o.softmax_scale,
+        precision=o.precision,
+        needs_backward=True,
+        deterministic=o.deterministic,
+        dq_accumulation=o.dq_accumulation,
+        gaps=o.gaps,
+    )
     return plan(problem, target_of_backend(), o.kernel, o.fallback)
 
 
@@ -72,10 +85,25 @@ def _backward(options: AttentionOptions, saved, cotangents):
 _attention.defvjp(_forward, _backward)
 
 
-def attention(q, k, v, *, cu_seqlens_q, cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
-              mask: str = "causal", window: tuple[int | None, int | None] | None = None, softmax_scale: float | None = None,
-              precision: str = "bf16", dq_accumulation: str = "fp32", deterministic: bool = False, kernel: str = "auto",
-              fallback: str = "error", return_lse: bool = False):
+def attention(
+    q,
+    k,
+    v,
+    *,
+    cu_seqlens_q,
+    cu_seqlens_kv=None,
+    cu_seqlens_q_padded=None,
+    cu_seqlens_kv_padded=None,
+    mask: str = "causal",
+    window: tuple[int | None, int | None] | None = None,
+    softmax_scale: float | None = None,
+    precision: str = "bf16",
+    dq_accumulation: str = "fp32",
+    deterministic: bool = False,
+    kernel: str = "auto",
+    fallback: str = "error",
+    return_lse: bool = False,
+):
     """softmax(scale * Q K^T + mask) V for every packed segment on its own; the twin of te_plugin.torch.attention.
 
     q[Tq,H,D], k[Tk,G,D], v[Tk,G,D]; cu_seqlens_*: int32[N+1], a static capacity whose unused entries repeat the last one.
@@ -89,18 +117,33 @@ def attention(q, k, v, *, cu_seqlens_q, cu_seqlens_kv=None, cu_seqlens_q_padded=
     cu_q = cu_seqlens_q
     cu_k = cu_q if cu_seqlens_kv is None else cu_seqlens_kv
     start_q = cu_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
-    start_k = start_q if cu_seqlens_kv is None and cu_seqlens_kv_padded is None else (
-        cu_k if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded)
-    for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_kv", cu_k), ("cu_seqlens_q_padded", start_q),
-                    ("cu_seqlens_kv_padded", start_k)):
+    start_k = (
+        start_q
+        if cu_seqlens_kv is None and cu_seqlens_kv_padded is None
+        else (cu_k if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded)
+    )
+    for name, x in (
+        ("cu_seqlens_q", cu_q),
+        ("cu_seqlens_kv", cu_k),
+        ("cu_seqlens_q_padded", start_q),
+        ("cu_seqlens_kv_padded", start_k),
+    ):
         if x.dtype != jnp.int32 or x.shape != cu_q.shape or x.ndim != 1:
             raise ValueError(f"{name} must be int32[{cu_q.shape[0]}], got {x.dtype}{list(x.shape)}")
     if softmax_scale is not None and not softmax_scale > 0:
         raise ValueError(f"softmax_scale={softmax_scale} must be positive; None means 1/sqrt(D)")
     left, right = window if window is not None else (None, None)
-    options = AttentionOptions(mask, (-1 if left is None else left, -1 if right is None else right), softmax_scale, precision,
-                               dq_accumulation, deterministic,
-                               cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None, kernel, fallback)
+    options = AttentionOptions(
+        mask,
+        (-1 if left is None else left, -1 if right is None else right),
+        softmax_scale,
+        precision,
+        dq_accumulation,
+        deterministic,
+        cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None,
+        kernel,
+        fallback,
+    )
     out, lse = _attention(q, k, v, cu_q, cu_k, start_q, start_k, options)
     return (out, jax.lax.stop_gradient(lse)) if return_lse else out
 
@@ -117,7 +160,9 @@ def cu_seqlens_from_segment_ids(segment_ids, max_segments: int):
     inside = segment_ids != 0
     index = jnp.cumsum(first, axis=1, dtype=jnp.int32) - 1
     capacity = rows * max_segments
-    slot = jnp.where(inside & (index < max_segments), index + jnp.arange(rows, dtype=jnp.int32)[:, None] * max_segments, capacity)
+    slot = jnp.where(
+        inside & (index < max_segments), index + jnp.arange(rows, dtype=jnp.int32)[:, None] * max_segments, capacity
+    )
     lengths = jnp.zeros(capacity + 1, jnp.int32).at[slot.reshape(-1)].add(1)[:capacity]
     flat = jnp.arange(rows * tokens, dtype=jnp.int32).reshape(rows, tokens)
     # An unused slot starts where its row ends, so that starts never decrease.

@@ -18,9 +18,17 @@ from te_plugin.plan import Plan, PlanError, Target
 
 DTYPE_NAME = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 JAX_DTYPE = {
-    "fp64": jnp.float64, "fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16,
-    "int32": jnp.int32, "int64": jnp.int64, "uint8": jnp.uint8,
-    "e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2, "e4m3_fnuz": jnp.float8_e4m3fnuz, "e5m2_fnuz": jnp.float8_e5m2fnuz,
+    "fp64": jnp.float64,
+    "fp32": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "fp16": jnp.float16,
+    "int32": jnp.int32,
+    "int64": jnp.int64,
+    "uint8": jnp.uint8,
+    "e4m3": jnp.float8_e4m3fn,
+    "e5m2": jnp.float8_e5m2,
+    "e4m3_fnuz": jnp.float8_e4m3fnuz,
+    "e5m2_fnuz": jnp.float8_e5m2fnuz,
 }
 
 
@@ -55,8 +63,9 @@ def _register(library: str, function: str, scalars: int) -> str:
     if library == "cpu":
         jax_tvm_ffi.register_ffi_target(name, ffi.function(library, function), arg_spec=spec, platform="cpu")
     else:
-        jax_tvm_ffi.register_ffi_target(name, ffi.function(library, function), arg_spec=spec, platform="gpu",
-                                        allow_cuda_graph=True)
+        jax_tvm_ffi.register_ffi_target(
+            name, ffi.function(library, function), arg_spec=spec, platform="gpu", allow_cuda_graph=True
+        )
     return name
 
 
@@ -64,7 +73,9 @@ def shape_of(shape, dtype: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), JAX_DTYPE[dtype])
 
 
-def call_function(library: str, function: str, outputs: list[jax.ShapeDtypeStruct], inputs: list, scalars: tuple = ()) -> list:
+def call_function(
+    library: str, function: str, outputs: list[jax.ShapeDtypeStruct], inputs: list, scalars: tuple = ()
+) -> list:
     """Call an exported function: inputs, then outputs, then scalars. Under vmap it runs once per element."""
     name = _register(library, function, len(scalars))
     attributes = {f"s{i:02d}": np.float64(s) if isinstance(s, float) else np.int64(s) for i, s in enumerate(scalars)}
@@ -75,9 +86,11 @@ def launch(plan: Plan, stage: str, outputs: list[jax.ShapeDtypeStruct], inputs: 
     """Run one entry point of the planned kernel; returns the outputs, scratch left out."""
     scratch = plan.buffers_of(stage)
     if any(spec.zeroed for spec in scratch):
-        raise PlanError(f"{plan.problem.op}: kernel {plan.kernel.name} wants zeroed scratch, which an XLA output is not; "
-                        f"let the kernel clear it")
+        raise PlanError(
+            f"{plan.problem.op}: kernel {plan.kernel.name} wants zeroed scratch, which an XLA output is not; "
+            f"let the kernel clear it"
+        )
     everything = [*outputs, *(shape_of(spec.shape, spec.dtype) for spec in scratch)]
     kernel = plan.kernel
     launches.record(plan, stage)
-    return call_function(kernel.library, kernel.entry_points[stage], everything, inputs, scalars)[:len(outputs)]
+    return call_function(kernel.library, kernel.entry_points[stage], everything, inputs, scalars)[: len(outputs)]

@@ -6,5 +6,17 @@ from te_plugin.jax.linear import linear
 from te_plugin.jax.pointwise import cross_entropy, rms_norm, rope, swiglu
 from te_plugin.jax.quantize import QuantizedArray, dequantize, quantize
 
-__all__ = ["QuantizedArray", "attention", "attention_by_segment_ids", "cross_entropy", "cu_seqlens_from_segment_ids",
-           "dequantize", "grouped_linear", "linear", "quantize", "rms_norm", "rope", "swiglu"]
+__all__ = [
+    "QuantizedArray",
+    "attention",
+    "attention_by_segment_ids",
+    "cross_entropy",
+    "cu_seqlens_from_segment_ids",
+    "dequantize",
+    "grouped_linear",
+    "linear",
+    "quantize",
+    "rms_norm",
+    "rope",
+    "swiglu",
+]

@@ -60,8 +60,15 @@ def matmul(a: Operand, b: Operand, out_dtype, kernel: str = "auto", fallback: st
     """[M,N] = a b^T with FP32 accumulation, in out_dtype."""
     plain = a.scale_inv is None
     problem = GemmProblem(
-        a.extent, b.extent, a.data.shape[a.contract], dtype_name(a.data) if plain else a.format,
-        dtype_name(b.data) if plain else b.format, a.granularity, b.granularity, dtype_name(jax.ShapeDtypeStruct((), out_dtype)))
+        a.extent,
+        b.extent,
+        a.data.shape[a.contract],
+        dtype_name(a.data) if plain else a.format,
+        dtype_name(b.data) if plain else b.format,
+        a.granularity,
+        b.granularity,
+        dtype_name(jax.ShapeDtypeStruct((), out_dtype)),
+    )
     chosen = plan(problem, target_of_backend(), kernel, fallback)
     launches.record(chosen, "gemm")
     if chosen.kernel.name not in KERNELS:

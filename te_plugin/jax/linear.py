@@ -33,6 +33,7 @@ class LinearOptions:
 
 # ---- plain ----
 
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _plain_linear(x, weight, o: LinearOptions):
     return matmul(Operand(x, 1), Operand(weight, _k_axis(o)), x.dtype, o.kernel, o.fallback)
@@ -59,6 +60,7 @@ _plain_linear.defvjp(_plain_forward, _plain_backward)
 
 # ---- FP8 ----
 
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _fp8_linear(x, weight, scales, stats, o: LinearOptions):
     return _forward(x, weight, scales, stats, o)[0]
@@ -69,8 +71,16 @@ def _quantize(x, operand: str, scales, o: LinearOptions):
     fmt = kind.gradient_format if operand == "gradient" else kind.forward_format
     granularity = getattr(kind, operand)
     scale = scales[OPERANDS.index(operand)].reshape(1) if kind.delayed else None
-    return quantize(x, fmt.name, granularity, scale=scale, pow2_scale=o.pow2_scale and not kind.delayed,
-                    transpose=needs_transpose(granularity), kernel=o.kernel, fallback=o.fallback)
+    return quantize(
+        x,
+        fmt.name,
+        granularity,
+        scale=scale,
+        pow2_scale=o.pow2_scale and not kind.delayed,
+        transpose=needs_transpose(granularity),
+        kernel=o.kernel,
+        fallback=o.fallback,
+    )
 
 
 def _forward(x, weight, scales, stats, o: LinearOptions):
@@ -102,8 +112,19 @@ def _backward(o: LinearOptions, saved, dy):
 _fp8_linear.defvjp(_forward, _backward)
 
 
-def linear(x, weight, bias=None, precision: str = "bf16", *, layout: str = "nk", scales=None, stats=None,
-           pow2_scale: bool = False, kernel: str = "auto", fallback: str = "error"):
+def linear(
+    x,
+    weight,
+    bias=None,
+    precision: str = "bf16",
+    *,
+    layout: str = "nk",
+    scales=None,
+    stats=None,
+    pow2_scale: bool = False,
+    kernel: str = "auto",
+    fallback: str = "error",
+):
     """y[...,N] = x[...,K] weight[N,K]^T + bias[N].
 
     precision: fp32, bf16 (the arrays' own dtype), or an FP8 scaling. layout: "nk", or "kn" for a weight[K,N].

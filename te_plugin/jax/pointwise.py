@@ -30,8 +30,9 @@ class PointwiseOptions:
 def _plan(problem, o: PointwiseOptions) -> Plan:
     chosen = plan(problem, target_of_backend(), o.kernel)
     if chosen.kernel.library is None:
-        raise PlanError(f"{problem.op}: kernel {chosen.kernel.name!r} has no JAX form; "
-                        f"XLA fuses plain jax.numpy at least as well")
+        raise PlanError(
+            f"{problem.op}: kernel {chosen.kernel.name!r} has no JAX form; XLA fuses plain jax.numpy at least as well"
+        )
     return chosen
 
 
@@ -63,9 +64,13 @@ _rms_norm.defvjp(_norm_forward, _norm_backward)
 def rms_norm(x, weight, eps: float = 1e-5, *, kernel: str = "auto"):
     """y[...,C] = x * rsqrt(mean(x^2) + eps) * weight[C], statistics in FP32."""
     if x.shape[-1:] != weight.shape or x.dtype != weight.dtype:
-        raise ValueError(f"x is {x.dtype}{list(x.shape)}, weight is {weight.dtype}{list(weight.shape)}; expected one dtype and "
-                         f"weight[{x.shape[-1]}]")
-    return _rms_norm(x.reshape(-1, x.shape[-1]), weight, PointwiseOptions(eps=float(eps), kernel=kernel)).reshape(x.shape)
+        raise ValueError(
+            f"x is {x.dtype}{list(x.shape)}, weight is {weight.dtype}{list(weight.shape)}; expected one dtype and "
+            f"weight[{x.shape[-1]}]"
+        )
+    return _rms_norm(x.reshape(-1, x.shape[-1]), weight, PointwiseOptions(eps=float(eps), kernel=kernel)).reshape(
+        x.shape
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -110,14 +115,18 @@ def _rope_backward(o, saved, dy):
     return _rope_call(dy, positions, inv_freq, PointwiseOptions(inverse=True, kernel=o.kernel)), None, None
 
 
-_rope.defvjp(lambda x, positions, inv_freq, o: (_rope_call(x, positions, inv_freq, o), (positions, inv_freq)), _rope_backward)
+_rope.defvjp(
+    lambda x, positions, inv_freq, o: (_rope_call(x, positions, inv_freq, o), (positions, inv_freq)), _rope_backward
+)
 
 
 def rope(x, positions, *, inv_freq, kernel: str = "auto"):
     """Rotate x[T,H,D] by positions[T] * inv_freq[D/2] (FP32); pairs are (i, i + D/2)."""
     if x.ndim != 3 or x.shape[2] % 2 or positions.shape != x.shape[:1] or inv_freq.shape != (x.shape[2] // 2,):
-        raise ValueError(f"rope takes x[T,H,D] with an even D, positions[T], inv_freq[D/2]; got {x.shape}, {positions.shape}, "
-                         f"{inv_freq.shape}")
+        raise ValueError(
+            f"rope takes x[T,H,D] with an even D, positions[T], inv_freq[D/2]; got {x.shape}, {positions.shape}, "
+            f"{inv_freq.shape}"
+        )
     return _rope(x, positions.astype(jnp.int32), inv_freq.astype(jnp.float32), PointwiseOptions(kernel=kernel))
 
 
@@ -147,4 +156,6 @@ def cross_entropy(logits, labels, *, kernel: str = "auto"):
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"logits {logits.shape} and labels {labels.shape} differ in their leading dimensions")
     flat = logits.reshape(-1, logits.shape[-1])
-    return _cross_entropy(flat, labels.reshape(-1).astype(jnp.int32), PointwiseOptions(kernel=kernel)).reshape(labels.shape)
+    return _cross_entropy(flat, labels.reshape(-1).astype(jnp.int32), PointwiseOptions(kernel=kernel)).reshape(
+        labels.shape
+    )

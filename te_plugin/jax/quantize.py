@@ -48,7 +48,8 @@ class QuantizedArray:
 jax.tree_util.register_pytree_node(
     QuantizedArray,
     lambda x: ((x.data, x.scale_inv, x.stats, x.data_t, x.scale_inv_t), (x.granularity, x.dtype)),
-    lambda names, leaves: QuantizedArray(leaves[0], leaves[1], *names, *leaves[2:]))
+    lambda names, leaves: QuantizedArray(leaves[0], leaves[1], *names, *leaves[2:]),
+)
 
 
 def expand_scale(scale_inv, shape: tuple[int, int], granularity: str):
@@ -84,8 +85,17 @@ class _Cast:
     fallback: str
 
 
-def quantize(x, dtype: str = "e4m3", granularity: str = "tensor", *, scale=None, pow2_scale: bool = False,
-             transpose: bool = False, kernel: str = "auto", fallback: str = "error") -> QuantizedArray:
+def quantize(
+    x,
+    dtype: str = "e4m3",
+    granularity: str = "tensor",
+    *,
+    scale=None,
+    pow2_scale: bool = False,
+    transpose: bool = False,
+    kernel: str = "auto",
+    fallback: str = "error",
+) -> QuantizedArray:
     """Quantise x[R,C] to FP8 by the rules of numerics.py with the compiled kernel, wherever its parts lie.
 
     scale: FP32[1] to use in place of the array's own (granularity tensor only; delayed scaling). Not differentiable: the
@@ -119,21 +129,30 @@ def _here(o: _Cast, x, scale=None) -> tuple:
     data_t = shape_of((columns, rows), o.format)
     scale_inv_t = shape_of(scale_shape(columns, rows, o.granularity), scale_dtype)
     if o.given and o.transpose:
-        d, dt, s, st = launch(chosen, "given_transpose", [data, data_t, scale_inv, stats], [x, scale], chosen.attributes)
+        d, dt, s, st = launch(
+            chosen, "given_transpose", [data, data_t, scale_inv, stats], [x, scale], chosen.attributes
+        )
         return d, s, st, dt, s
     if o.given:
         d, s, st = launch(chosen, "given", [data, scale_inv, stats], [x, scale], chosen.attributes)
         return d, s, st
     if o.transpose:
-        d, s, dt, t, st = launch(chosen, "transpose", [data, scale_inv, data_t, scale_inv_t, stats], [x], chosen.attributes)
+        d, s, dt, t, st = launch(
+            chosen, "transpose", [data, scale_inv, data_t, scale_inv_t, stats], [x], chosen.attributes
+        )
         return d, s, st, dt, t
     d, s, st = launch(chosen, "plain", [data, scale_inv, stats], [x], chosen.attributes)
     return d, s, st
 
 
 # How far a scale reaches along (rows, columns): None is the whole dimension, a number is a block of that many.
-_REACH = {"tensor": (None, None), "row": (1, None), "block_1x128": (1, numerics.BLOCK),
-          "block_128x128": (numerics.BLOCK, numerics.BLOCK), "mx": (1, numerics.MX_BLOCK)}
+_REACH = {
+    "tensor": (None, None),
+    "row": (1, None),
+    "block_1x128": (1, numerics.BLOCK),
+    "block_128x128": (numerics.BLOCK, numerics.BLOCK),
+    "mx": (1, numerics.MX_BLOCK),
+}
 
 
 @functools.cache
@@ -150,7 +169,7 @@ def _op(o: _Cast, whole_rows: bool, whole_columns: bool):
             kept.append(axes if extent % (split_axes(axes, mesh) * blocks) == 0 else None)
         r, c = kept
         outputs = [(r, c), _scale_dims(o, r, c), (None,), (c, r), _scale_dims(o, c, r)]
-        return [(r, c), (None,)][:1 + o.given], outputs[:5 if o.transpose else 3]
+        return [(r, c), (None,)][: 1 + o.given], outputs[: 5 if o.transpose else 3]
 
     def lower(axes):
         rows, columns = axes[0]
@@ -163,7 +182,7 @@ def _op(o: _Cast, whole_rows: bool, whole_columns: bool):
     def scales(along, across):
         dims = _scale_dims(o, along, across)
         along_name = along[1] if o.granularity == "block_128x128" else along[0]
-        names = ("s",) if dims == (None,) else (along_name, across[1])[:len(dims)]
+        names = ("s",) if dims == (None,) else (along_name, across[1])[: len(dims)]
         return " ".join(names)
 
     rule = f"{r[0]} {c[0]}{', g' if o.given else ''} -> {r[0]} {c[0]}, {scales(r, c)}, t"

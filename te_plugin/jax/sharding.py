@@ -40,8 +40,11 @@ def partitioned(function, specs, lower, rule: str, sizes: dict[str, int] | None 
         spec = tuple(getattr(operand.sharding, "spec", ()))
         spec += (None,) * (len(operand.shape) - len(spec))
         operands, results = specs(operand.shape, spec, mesh)
-        return operands, [NamedSharding(mesh, PartitionSpec(*s)) for s in operands], [
-            NamedSharding(mesh, PartitionSpec(*s)) for s in results]
+        return (
+            operands,
+            [NamedSharding(mesh, PartitionSpec(*s)) for s in operands],
+            [NamedSharding(mesh, PartitionSpec(*s)) for s in results],
+        )
 
     def partition(mesh, operands, results):
         mesh = operands[0].sharding.mesh
