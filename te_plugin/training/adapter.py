@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ def _no_units(model: nn.Module) -> list[nn.Module]:
 
 def _nothing(*_: Any) -> None:
     return None
+
+
+def _torch_engine(cfg: Config, run_dir: Path, adapter: Adapter, world: World, data: Any):
+    from te_plugin.training.engine import TorchEngine
+
+    return TorchEngine(cfg, run_dir, adapter, world, data)
 
 
 @dataclass(frozen=True)
@@ -41,13 +48,15 @@ class Adapter:
         (layers that did not run since the last call keep their state).
     nonfinite(model) -> tensor or None: non-finite values seen by FP8 quantisation in the last microbatch.
     launches() -> rows for kernels.json, counted since the last reset_launches().
+    make_engine(cfg, run_dir, adapter, world, data) -> engine.Engine: what trains. The default runs the torch module of the other
+        functions; an adapter of another framework brings its own engine and leaves those alone.
     """
 
     name: str
-    build_model: Callable[[Config, torch.device], nn.Module]
-    token_losses: Callable[[nn.Module, Any], torch.Tensor]
-    to_device: Callable[[Any, torch.device], Any]
     build_data: Callable[[Config], Any]
+    build_model: Callable[[Config, torch.device], nn.Module] = _nothing
+    token_losses: Callable[[nn.Module, Any], torch.Tensor] = _nothing
+    to_device: Callable[[Any, torch.device], Any] = _nothing
     initialize: Callable[[Config, World], World] = lambda cfg, world: world
     finalize: Callable[[], None] = _nothing
     shard_units: Callable[[nn.Module], Iterable[nn.Module]] = _no_units
@@ -57,6 +66,7 @@ class Adapter:
     nonfinite: Callable[[nn.Module], torch.Tensor | None] = _nothing
     launches: Callable[[], list[dict[str, Any]]] = list
     reset_launches: Callable[[], None] = _nothing
+    make_engine: Callable[[Config, Path, Adapter, World, Any], Any] = _torch_engine
 
 
 def compute_dtype(cfg: Config) -> torch.dtype | None:

@@ -12,19 +12,15 @@ import math
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from te_plugin.config import Config
-from te_plugin.training import checkpoint as ckpt
-from te_plugin.training.adapter import Adapter
+from te_plugin.training.checkpoint import Checkpoint
 from te_plugin.training.distributed import World
-from te_plugin.training.optimizer import MasterAdamW
-from te_plugin.training.performance import flops_per_token, peak_bf16_flops
+from te_plugin.training.engine import Engine
+from te_plugin.training.performance import flops_per_token
 from te_plugin.training.progress import Progress
-from te_plugin.training.step import Schedule, Stepper, StepResult, TrainingError
+from te_plugin.training.step import Schedule, StepResult, TrainingError
 from te_plugin.training.tracking import Tracker
 
 
@@ -70,21 +66,11 @@ class Loop:
     """Everything one run needs, from the first step to the last checkpoint."""
 
     def __init__(
-        self,
-        cfg: Config,
-        run_dir: Path,
-        adapter: Adapter,
-        world: World,
-        model: torch.nn.Module,
-        optimizer: MasterAdamW,
-        data,
-        tracker: Tracker,
-        golden_loss: Callable[[int], float | None],
+        self, cfg: Config, engine: Engine, world: World, tracker: Tracker, golden_loss: Callable[[int], float | None]
     ):
-        self.cfg, self.run_dir, self.adapter, self.world = cfg, run_dir, adapter, world
-        self.model, self.optimizer, self.tracker, self.golden_loss = model, optimizer, tracker, golden_loss
+        self.cfg, self.engine, self.world = cfg, engine, world
+        self.tracker, self.golden_loss = tracker, golden_loss
         self.schedule = Schedule.of(cfg)
-        self.stepper = Stepper(cfg, adapter, world, model, optimizer, data, self.schedule)
         self._flops_per_token = flops_per_token(cfg)
         self._last_loss = math.nan
 
@@ -93,14 +79,12 @@ class Loop:
         last = self.schedule.last_step
         progress = Progress(last, start_step, enabled=self.world.is_main)
         step, stop = start_step, StopSignal()
-        # FP8 layers learn that the loop ends their steps; otherwise they would guess it from weights that moved in memory,
-        # and FSDP2 moves weights at every gather.
-        self.adapter.end_step(self.model, self.world)
+        self.engine.start()
         try:
             with stop.listening():
                 while step < last:
                     step += 1
-                    result = self.stepper.run(step, bool(stop))
+                    result = self.engine.step(step, bool(stop))
                     interrupted = result.stop_requested and step < last
                     val_loss = self._evaluate(step, last) if math.isfinite(result.loss) else None
                     self._record(step, result, val_loss)
@@ -116,54 +100,40 @@ class Loop:
         return Outcome(step, False)
 
     def save(self, step: int) -> None:
-        """Write checkpoint `step`: FP32 weights, moments, FP8 state, RNG, and what resuming needs to know."""
+        """Write checkpoint `step`, with what resuming needs to know."""
         self.tracker.sync_to_disk()
-        tensors = {**self.optimizer.tensors(), **ckpt.model_state(self.model), **self._rng()}
         info = {
             "tokens": step * self.schedule.step_tokens,
             "loss": self._last_loss,
             "run_id": self.world.broadcast_object(self.tracker.run_id),
             "recipe": self.cfg.recipe,
+            "adapter": self.cfg.adapter.name,
             "precision": self.cfg.precision.name,
             "parallel": self.cfg.parallel.name,
             "next_row": step * self.cfg.schedule.global_rows,
             "data_seed": self.cfg.data.seed,
             "kind": "training",
         }
-        ckpt.save(self.run_dir, step, tensors, info, self.world, self.cfg.schedule.keep_checkpoints)
+        self.engine.save(step, info)
 
-    def restore(self, checkpoint: ckpt.Checkpoint) -> None:
-        """Continue from a training checkpoint of this or another way of sharding."""
-        ckpt.load(checkpoint, self.optimizer.tensors(), self.world)
-        self.optimizer.set_steps_done(checkpoint.step)
-        self.optimizer.publish()
-        self._load_state(checkpoint)
-        self._restore_rng(checkpoint)
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from a training checkpoint."""
+        self.engine.restore(checkpoint)
         self._last_loss = float(checkpoint.info.get("loss", math.nan))
-
-    def init_from(self, checkpoint: ckpt.Checkpoint) -> None:
-        """Start a new run from another run's or an imported model's weights."""
-        weights = {name: t for name, t in self.optimizer.tensors().items() if name.startswith("model/")}
-        ckpt.load(checkpoint, weights, self.world)
-        self.optimizer.publish()
-        self._load_state(checkpoint)
 
     def require_active_weights(self, what: str) -> None:
         """Loaded weights must beat a uniform guess on held-out rows: otherwise they were loaded but are not used."""
-        loss, uniform = self.stepper.evaluate(), math.log(self.cfg.model.vocab_size)
+        loss, uniform = self.engine.evaluate(), math.log(self.cfg.model.vocab_size)
         if not loss < uniform:
             raise TrainingError(
                 f"{what} was loaded, but the loss before the first step is {loss:.4f}, not below ln(vocabulary) = {uniform:.4f}: "
                 f"the weights are not active, or belong to another model or tokenizer"
             )
 
-    def _load_state(self, checkpoint: ckpt.Checkpoint) -> None:
-        ckpt.load_model_state(self.model, checkpoint, self.world)
-
     def _evaluate(self, step: int, last: int) -> float | None:
         if self.cfg.schedule.eval_rows < 1 or (step % self.cfg.schedule.eval_interval and step != last):
             return None
-        return self.stepper.evaluate()
+        return self.engine.evaluate()
 
     def _record(self, step: int, result: StepResult, val_loss: float | None) -> None:
         self._last_loss = result.loss
@@ -187,19 +157,14 @@ class Loop:
         self.tracker.log(row)
 
     def _performance(self, result: StepResult) -> dict[str, float]:
-        rate = self.schedule.step_tokens / result.seconds / self.world.size
-        row = {
+        rate = self.schedule.step_tokens / result.seconds / self.engine.devices
+        return {
             "perf/step_s": result.seconds,
             "perf/tokens_per_s_per_gpu": rate,
             "perf/tflops_per_gpu": rate * self._flops_per_token / 1e12,
             "perf/data_wait_frac": result.data_seconds / result.seconds,
+            **self.engine.hardware_row(rate * self._flops_per_token),
         }
-        if self.world.device.type == "cuda":
-            row["mem/peak_alloc_gib"] = torch.cuda.max_memory_allocated(self.world.device) / 2**30
-            peak = peak_bf16_flops(torch.cuda.get_device_name(self.world.device))
-            if peak is not None:
-                row["perf/mfu_bf16_peak"] = rate * self._flops_per_token / peak
-        return row
 
     def _require_finite(self, step: int, result: StepResult) -> None:
         for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
@@ -208,24 +173,3 @@ class Loop:
                     f"the {name} of step {step} is {value}; no weight was changed by it. FP8 quantisation saw {result.nonfinite} "
                     f"non-finite values in this step. Look at train/grad_norm before step {step}, try precision=bf16"
                 )
-
-    def _rng(self) -> dict[str, torch.Tensor]:
-        found = {f"rng/cpu{self.world.rank}": torch.get_rng_state()}
-        if self.world.device.type == "cuda":
-            found[f"rng/cuda{self.world.rank}"] = torch.cuda.get_rng_state(self.world.device)
-        return found
-
-    def _restore_rng(self, checkpoint: ckpt.Checkpoint) -> None:
-        """Each rank's generator, when the run has the ranks that wrote them. (No op of the loop draws random numbers today.)"""
-        stored = ckpt.stored_shapes(checkpoint, "rng", self.world)
-        mine = {
-            name: torch.empty(stored[name.split("/")[1]][0], dtype=torch.uint8)
-            for name in self._rng()
-            if name.split("/")[1] in stored
-        }
-        ckpt.read_tensors(checkpoint, mine, self.world)
-        for name, state in mine.items():
-            if name.startswith("rng/cpu"):
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state, self.world.device)

@@ -18,11 +18,10 @@ from te_plugin.convergence.golden import Arm, Golden, golden_path
 from te_plugin.convergence.verdict import VERDICT_FILE, Verdict
 from te_plugin.training import checkpoint as ckpt
 from te_plugin.training import distributed
-from te_plugin.training.adapter import Adapter, compute_dtype
+from te_plugin.training.adapter import Adapter
 from te_plugin.training.environment import describe, write_json
 from te_plugin.training.loop import Loop
 from te_plugin.training.metrics import METRICS_FILE, read_metrics
-from te_plugin.training.optimizer import MasterAdamW, fingerprint
 from te_plugin.training.step import Schedule, TrainingError
 from te_plugin.training.tracking import Tracker
 
@@ -39,14 +38,15 @@ def train(cfg: Config, run_dir: Path | str, adapter: Adapter | None = None) -> V
     ConfigError, DataError and RunDirError are raised before any step; what goes wrong later becomes a FAIL verdict.
     """
     run_dir = Path(run_dir)
-    world = distributed.start(cfg.run.device)
+    # MaxText's devices are JAX's: torch then only counts and keeps house on the CPU.
+    world = distributed.start("cpu" if cfg.adapter.name == "maxtext" else cfg.run.device)
     try:
         _set_up_process(cfg, world)
         cfg = _apply_sabotage(cfg, world)
         adapter = adapter or _adapter_of(cfg)
         world = adapter.initialize(cfg, world)
-        resume_from = _prepare_run_dir(cfg, run_dir, world)
-        run = _Run(cfg, run_dir, adapter, world, resume_from)
+        _prepare_run_dir(cfg, run_dir, world)
+        run = _Run(cfg, run_dir, adapter, world, cfg.run.resume)
         verdict = run.execute()
         if cfg.check.mode == "record" and verdict.status == "PASS":
             verdict = _record(run)
@@ -67,9 +67,9 @@ class _Run:
         run_dir: Path,
         adapter: Adapter,
         world: distributed.World,
-        resume_from: ckpt.Checkpoint | None,
+        resume: bool,
     ):
-        self.cfg, self.run_dir, self.adapter, self.world, self.resume_from = cfg, run_dir, adapter, world, resume_from
+        self.cfg, self.run_dir, self.adapter, self.world, self.resume = cfg, run_dir, adapter, world, resume
         self.schedule = Schedule.of(cfg)
 
     def execute(self) -> Verdict:
@@ -81,22 +81,12 @@ class _Run:
         )
         self.adapter.reset_launches()
         data = self.adapter.build_data(cfg)
-        model = self.adapter.build_model(cfg, world.device)
-        if cfg.parallel.name == "fsdp2":
-            distributed.shard_fsdp2(model, self.adapter.shard_units(model), world, compute_dtype(cfg))
-        optimizer = MasterAdamW(
-            model,
-            world,
-            beta1=cfg.optim.beta1,
-            beta2=cfg.optim.beta2,
-            eps=cfg.optim.eps,
-            weight_decay=cfg.optim.weight_decay,
-            clip_grad=cfg.optim.clip_grad,
-        )
+        self.engine = engine = self.adapter.make_engine(cfg, self.run_dir, self.adapter, world, data)
+        self.resume_from = engine.latest() if self.resume else None
         self.facts = facts = RunFacts(
             recipe_hash=recipe_hash(cfg),
             order_hash=data.order_hash(min(data.rows_per_epoch, 4096)),
-            init_hash=fingerprint(optimizer, world),
+            init_hash=engine.init_hash(),
             vocab_size=cfg.model.vocab_size,
             planned_steps=self.schedule.last_step,
             context_free_entropy=_entropy_of(cfg, data) if world.is_main else None,
@@ -104,17 +94,7 @@ class _Run:
         tracker = self._make_tracker()
         fits = golden is not None and golden.recipe_hash == facts.recipe_hash
         matching = golden.arm_for(cfg.precision.name) if fits else None
-        loop = Loop(
-            cfg,
-            self.run_dir,
-            self.adapter,
-            world,
-            model,
-            optimizer,
-            data,
-            tracker,
-            matching.loss_at if matching else lambda step: None,
-        )
+        loop = Loop(cfg, engine, world, tracker, matching.loss_at if matching else lambda step: None)
         if world.is_main:
             self._write_environment(data, facts)
         verdict = None
@@ -171,7 +151,7 @@ class _Run:
                 loop.require_active_weights(f"checkpoint {self.resume_from.path}")
         elif self.cfg.run.init_from is not None:
             source = ckpt.find(self.cfg.run.init_from)
-            loop.init_from(source)
+            self.engine.init_from(source)
             loop.require_active_weights(f"run.init_from={source.path}")
         tracker.resume(start + 1)
         tracker.config(asdict(self.cfg))
@@ -199,6 +179,7 @@ class _Run:
 
     def _write_environment(self, data, facts: RunFacts) -> None:
         environment = describe(self.world.device, self.world.size)
+        environment.update(self.engine.describe())
         environment["data"] = data.report()
         environment.update(
             recipe=self.cfg.recipe,
@@ -232,7 +213,7 @@ def _record(run: _Run) -> Verdict:
         if world.is_main:
             shutil.rmtree(folder, ignore_errors=True)
         _prepare_run_dir(cfg, folder, world)
-        return _Run(cfg, folder, run.adapter, world, None).execute()
+        return _Run(cfg, folder, run.adapter, world, False).execute()
 
     verdict = record(run.cfg, run.run_dir, run.facts, world, run_twin)
     verdict = world.broadcast_object(verdict)
@@ -248,9 +229,9 @@ def _adapter_of(cfg: Config) -> Adapter:
         from te_plugin.training.megatron_adapter import megatron_adapter
 
         return megatron_adapter()
-    raise ConfigError(
-        f"adapter={cfg.adapter.name} has no loop here; use adapter=megatron, or that framework's own trainer"
-    )
+    from te_plugin.training.maxtext_adapter import maxtext_adapter
+
+    return maxtext_adapter()
 
 
 def _set_up_process(cfg: Config, world: distributed.World) -> None:
@@ -290,8 +271,8 @@ def _apply_sabotage(cfg: Config, world: distributed.World) -> Config:
     raise ConfigError(f"testing.sabotage={name} is not available in training; use no_document_mask or dq_slot0")
 
 
-def _prepare_run_dir(cfg: Config, run_dir: Path, world: distributed.World) -> ckpt.Checkpoint | None:
-    """Rank 0 makes the folder and writes config.resolved.yaml; returns the checkpoint to resume from. No run is overwritten."""
+def _prepare_run_dir(cfg: Config, run_dir: Path, world: distributed.World) -> None:
+    """Rank 0 makes the folder and writes config.resolved.yaml. No run is overwritten."""
     problem: str | None = None
     if world.is_main:
         used = [name for name in (METRICS_FILE, VERDICT_FILE) if (run_dir / name).exists()]
@@ -309,7 +290,6 @@ def _prepare_run_dir(cfg: Config, run_dir: Path, world: distributed.World) -> ck
     problem = world.broadcast_object(problem)
     if problem:
         raise RunDirError(problem)
-    return ckpt.latest(run_dir) if cfg.run.resume else None
 
 
 def _entropy_of(cfg: Config, data) -> float | None:
