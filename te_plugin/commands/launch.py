@@ -18,7 +18,8 @@ from te_plugin.convergence.verdict import VERDICT_FILE, Verdict
 
 CONFIG_FILE = "config.resolved.yaml"
 # A resumed run keeps its weights and its place in the data; a path may have moved.
-_FIXED_ON_RESUME = ("recipe", "model.", "moe.num_experts", "moe.ffn_hidden_size", "data.source", "data.tokenizer", "data.seq_len",
+_FIXED_ON_RESUME = ("recipe", "adapter.name", "model.", "moe.num_experts", "moe.ffn_hidden_size", "data.source",
+                    "data.tokenizer", "data.seq_len",
                     "data.shuffle", "data.seed", "data.val_fraction", "data.text_field", "schedule.global_rows")
 
 

@@ -70,6 +70,6 @@ def _check_processes(cfg, args: Namespace) -> None:
         if args.nproc is not None:
             validate(cfg, world_size=args.nproc)
         return
-    if cfg.parallel.name != "single" and args.nproc is None:
+    if cfg.parallel.name != "single" and args.nproc is None and cfg.adapter.name != "maxtext":
         raise ConfigError(f"parallel={cfg.parallel.name} needs the number of processes; add --nproc N (1 is allowed)")
     validate(cfg, world_size=args.nproc or 1)

@@ -20,7 +20,7 @@ RULES: list[Rule] = []
 RUN_RULES: list[Rule] = []  # asked only where the run will really start: they look at files and at this machine
 
 # Layouts each adapter can feed to its framework's attention.
-ADAPTER_LAYOUTS = {"megatron": ("thd", "bshd"), "maxtext": ()}
+ADAPTER_LAYOUTS = {"megatron": ("thd", "bshd"), "maxtext": ("thd",)}
 VOCAB_NEEDED = {"bytes": 384, "llama3": 128256}  # of the tokenizers whose size is fixed
 
 
@@ -166,10 +166,7 @@ def _moe(cfg: Config) -> Iterator[str]:
 @rule
 def _adapter(cfg: Config) -> Iterator[str]:
     layouts = ADAPTER_LAYOUTS[cfg.adapter.name]
-    if not layouts:
-        yield (f"adapter={cfg.adapter.name} with layout={cfg.layout.name}: this version has no {cfg.adapter.name} adapter, so it "
-               f"can train neither thd nor bshd with it; use adapter=megatron")
-    elif cfg.layout.name not in layouts:
+    if cfg.layout.name not in layouts:
         yield (f"layout={cfg.layout.name} with adapter={cfg.adapter.name}: the adapter feeds {', '.join(layouts)} to its "
                f"framework; set layout={layouts[0]} or another adapter")
 
@@ -191,7 +188,8 @@ def _parallel(cfg: Config) -> Iterator[str]:
     if parallel.name == "fsdp2" and parallel.grad_accum_fusion:
         yield ("parallel=fsdp2 with parallel.grad_accum_fusion=true: a fused weight gradient bypasses the reduce-scatter of "
                "FSDP2 and stays unreduced; set parallel.grad_accum_fusion=false")
-    if parallel.name == "fsdp2" and numerics.scaling(cfg.precision.name) and cfg.precision.keep_transpose:
+    if (parallel.name == "fsdp2" and numerics.scaling(cfg.precision.name) and cfg.precision.keep_transpose
+            and cfg.adapter.name == "megatron"):
         yield ("parallel=fsdp2 with precision.keep_transpose=true: the kept copy is a whole weight on every process, which is "
                "what sharding is there to avoid; set precision.keep_transpose=false")
 
@@ -201,7 +199,7 @@ def _tensor_parallel(cfg: Config) -> Iterator[str]:
     tp, model = cfg.parallel.tensor_parallel, cfg.model
     if tp == 1:
         return
-    if cfg.parallel.name != "ddp":
+    if cfg.parallel.name != "ddp" and not (cfg.adapter.name == "maxtext" and cfg.parallel.name == "fsdp2"):
         why = "is one process" if cfg.parallel.name == "single" else "shards whole weights over all processes"
         yield f"parallel.tensor_parallel={tp} with parallel={cfg.parallel.name}, which {why}; use parallel=ddp"
     sizes = {"model.num_heads": model.num_heads, "model.vocab_size": model.vocab_size}
@@ -218,7 +216,50 @@ def _tensor_parallel(cfg: Config) -> Iterator[str]:
                f"or repeated on them, so one must be a multiple of the other; change one of them")
 
 
+@rule
+def _maxtext(cfg: Config) -> Iterator[str]:
+    """What MaxText cannot do, or what would mean nothing there."""
+    if cfg.adapter.name != "maxtext":
+        return
+    here = "with adapter=maxtext"
+    precision, parallel, moe = cfg.precision, cfg.parallel, cfg.moe
+    if cfg.attention.window_left is not None:
+        yield f"attention.window_left={cfg.attention.window_left} {here}: sliding windows are not supported; leave it out"
+    if precision.weight_cache != "per_step" or (not precision.keep_transpose and parallel.name != "fsdp2"):
+        yield (f"precision.weight_cache={precision.weight_cache}, keep_transpose={precision.keep_transpose} {here}: XLA decides "
+               f"what a step keeps; leave them out")
+    if precision.bf16_layers_at_start or precision.bf16_layers_at_end:
+        yield (f"precision.bf16_layers_at_start and bf16_layers_at_end {here}: one traced layer serves the whole stack; "
+               f"leave them out")
+    if parallel.sequence_parallel or parallel.grad_accum_fusion:
+        yield f"parallel.sequence_parallel and grad_accum_fusion {here}: they belong to Megatron; set them to false"
+    if moe.num_experts and not moe.grouped_gemm:
+        yield f"moe.grouped_gemm=false {here}: experts run as one grouped GEMM; set it to true"
+    if moe.num_experts and moe.aux_loss_coeff:
+        yield f"moe.aux_loss_coeff={moe.aux_loss_coeff} {here}: MaxText's balancing loss counts padding; set it to 0"
+    if moe.num_experts and numerics.scaling(precision.name) and precision.name != "fp8_current":
+        yield (f"precision={precision.name} with moe.num_experts={moe.num_experts} {here}: experts run in bf16 or fp8_current; "
+               f"choose one of them")
+    if cfg.run.threads is not None:
+        yield (f"run.threads={cfg.run.threads} {here}: XLA takes the processors that the process may use; leave it out and start "
+               f"the run under taskset")
+    if cfg.run.init_from is not None:
+        yield f"run.init_from {here}: only adapter=megatron starts from other weights; leave it out"
+    if cfg.testing.sabotage not in ("none", "no_document_mask"):
+        yield f"testing.sabotage={cfg.testing.sabotage} {here}: only no_document_mask damages such a run"
+    scaling = cfg.model.rope_scaling
+    if scaling.factor != 1 and (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor,
+                                scaling.original_max_position) != (8, 1, 4, 8192):
+        yield (f"model.rope_scaling={scaling} {here}: MaxText knows llama 3.1's factors only (8, 1, 4, 8192); use those, or set "
+               f"model.rope_scaling.factor=1")
+
+
 def _world(cfg: Config, world_size: int) -> Iterator[str]:
+    if cfg.adapter.name == "maxtext":
+        if world_size != 1:
+            yield (f"adapter=maxtext with {world_size} processes: JAX drives every device of a machine from one process; leave "
+                   f"--nproc out (parallel={cfg.parallel.name} takes all devices that JAX sees)")
+        return
     tp, micro_rows = cfg.parallel.tensor_parallel, cfg.schedule.micro_rows
     if cfg.parallel.name == "single" and world_size != 1:
         yield (f"parallel=single with {world_size} processes: each would train its own copy; use parallel=ddp or "

@@ -60,20 +60,17 @@ def _cuda_arch(framework: str) -> str:
 
 def problems_of(cfg) -> list[tuple[str, object]]:
     """(label, problem) of every op in one microbatch on one rank, in the order of a layer."""
+    if cfg.adapter.name == "maxtext":
+        return _maxtext_problems(cfg)
     model, tp = cfg.model, cfg.parallel.tensor_parallel
     tokens = cfg.schedule.micro_rows * cfg.data.seq_len
     heads, kv_heads = model.num_heads // tp, max(model.num_kv_heads // tp, 1)
     dtype = run_dtype(cfg)
-    window = (-1 if cfg.attention.window_left is None else cfg.attention.window_left, -1)
-    segments = cfg.schedule.micro_rows * (cfg.layout.max_segments if cfg.layout.name == "thd" else 1)
     problems: list[tuple[str, object]] = [
         ("norm", NormProblem(tokens, model.hidden_size, dtype, model.norm_eps)),
         ("rope.q", RopeProblem(tokens, heads, model.head_dim, dtype)),
         ("rope.k", RopeProblem(tokens, kv_heads, model.head_dim, dtype)),
-        ("attention", AttentionProblem(
-            tokens_q=tokens, tokens_kv=tokens, segments=segments, heads=heads, kv_heads=kv_heads, head_dim=model.head_dim,
-            dtype=dtype, mask="causal", window=window, precision=cfg.attention.precision,
-            deterministic=cfg.attention.deterministic, dq_accumulation=cfg.attention.dq_accumulation, gaps=True)),
+        ("attention", attention_problem(cfg)),
     ]
     linears = {
         "linear_qkv": ((heads + 2 * kv_heads) * model.head_dim, model.hidden_size),
@@ -99,6 +96,63 @@ def problems_of(cfg) -> list[tuple[str, object]]:
                                     cfg.parallel.grad_accum_fusion)
     problems.append(("loss", LossProblem(tokens, model.vocab_size // tp, dtype)))
     return problems
+
+
+def attention_problem(cfg) -> AttentionProblem:
+    """The attention of one microbatch on one rank."""
+    model, tp = cfg.model, cfg.parallel.tensor_parallel
+    tokens = cfg.schedule.micro_rows * cfg.data.seq_len
+    window = (-1 if cfg.attention.window_left is None else cfg.attention.window_left, -1)
+    segments = cfg.schedule.micro_rows * (cfg.layout.max_segments if cfg.layout.name == "thd" else 1)
+    return AttentionProblem(
+        tokens_q=tokens, tokens_kv=tokens, segments=segments, heads=model.num_heads // tp,
+        kv_heads=max(model.num_kv_heads // tp, 1), head_dim=model.head_dim, dtype=run_dtype(cfg), mask="causal", window=window,
+        precision=cfg.attention.precision, deterministic=cfg.attention.deterministic,
+        dq_accumulation=cfg.attention.dq_accumulation, gaps=True)
+
+
+def _maxtext_problems(cfg) -> list[tuple[str, object]]:
+    """Under MaxText norms, RoPE, SwiGLU, router and loss are MaxText's own, and every projection is a layer of its own.
+
+    A device's part, where its mesh splits features over tensor_parallel and rows over the rest.
+    """
+    model, tp, dtype = cfg.model, cfg.parallel.tensor_parallel, run_dtype(cfg)
+    tokens = cfg.schedule.micro_rows * cfg.data.seq_len
+    q, kv = model.num_heads * model.head_dim // tp, max(model.num_kv_heads // tp, 1) * model.head_dim
+    linears = {"query": (q, model.hidden_size), "key": (kv, model.hidden_size), "value": (kv, model.hidden_size),
+               "out": (model.hidden_size, q)}
+    problems: list[tuple[str, object]] = [("attention", attention_problem(cfg))]
+    if cfg.moe.num_experts == 0:
+        ffn = model.ffn_hidden_size // tp
+        linears |= {"wi_0": (ffn, model.hidden_size), "wi_1": (ffn, model.hidden_size), "wo": (model.hidden_size, ffn)}
+    else:
+        ffn, rows = cfg.moe.ffn_hidden_size // tp, tokens * cfg.moe.top_k
+        for name, (n, k) in {"experts_wi": (ffn, model.hidden_size), "experts_wo": (model.hidden_size, ffn)}.items():
+            problems += expert_casts(name, rows, n, k, dtype, cfg.precision)
+            problems.append((name, GroupedGemmProblem(rows, n, k, cfg.moe.num_experts, dtype, cfg.precision.name)))
+    for name, (n, k) in linears.items():
+        problems += _kn_linear_problems(name, tokens, n, k, dtype, cfg.precision)
+    return problems
+
+
+def _kn_linear_problems(name: str, m: int, n: int, k: int, dtype: str, precision) -> list[tuple[str, object]]:
+    """As linear_problems for a weight that lies as [k,n], in JAX: copies are transposed only where scales depend on direction."""
+    kind = numerics.scaling(precision.name)
+    if kind is None:
+        return linear_problems(name, m, n, k, dtype, precision.name)
+    fwd, grad, delayed = kind.forward_format.name, kind.gradient_format.name, kind.delayed
+    cast = lambda rows, columns, fmt, granularity: QuantizeProblem(  # noqa: E731
+        rows, columns, dtype, fmt, granularity, precision.pow2_scale and not delayed, granularity not in ("tensor",
+                                                                                                          "block_128x128"),
+        delayed)
+    return [
+        (f"{name}.quantize_x", cast(m, k, fwd, kind.activation)),
+        (f"{name}.quantize_w", cast(k, n, fwd, kind.weight)),
+        (f"{name}.quantize_dy", cast(m, n, grad, kind.gradient)),
+        (f"{name}.forward", GemmProblem(m, n, k, fwd, fwd, kind.activation, kind.weight, dtype)),
+        (f"{name}.dgrad", GemmProblem(m, k, n, grad, fwd, kind.gradient, kind.weight, dtype)),
+        (f"{name}.wgrad", GemmProblem(k, n, m, fwd, grad, kind.activation, kind.gradient, dtype)),
+    ]
 
 
 def linear_problems(name: str, m: int, n: int, k: int, dtype: str, precision: str, pow2: bool = False,
