@@ -318,6 +318,7 @@ void transpose_bytes(const uint8_t* in, int64_t in_ld, int64_t rows, int64_t col
   for (int64_t r = 0; r < whole_rows; r += 16) {
     for (int64_t c = 0; c < whole_cols; c += kTurnCols) transpose_16_rows(in + r * in_ld + c, in_ld, out + c * out_ld + r, out_ld);
   }
+  if (whole_rows == rows && whole_cols == cols) return;
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t c = r < whole_rows ? whole_cols : 0; c < cols; ++c) out[c * out_ld + r] = in[r * in_ld + c];
   }
