@@ -67,12 +67,13 @@ class DelayedScaling(nn.Module):
         self.seen.zero_()
 
     @torch.no_grad()
-    def reset_weight(self, weight: torch.Tensor) -> None:
-        """Give the weight operand the scale of these values: after loading a checkpoint its old history means nothing."""
-        amax = weight.detach().float().abs().max().reshape(1) if weight.numel() else self.scale.new_zeros(1)
-        self.history[1].zero_()
-        self.history[1, min(1, self.history.shape[1] - 1)] = amax[0]
-        self.scale[1:2] = scale_from_amax(amax, self.format(1))
+    def calibrate(self, x: torch.Tensor, operand: str) -> None:
+        """Give an operand the scale of these values and a history that holds nothing older; not finite: scale 1."""
+        index = self.OPERANDS.index(operand)
+        amax = x.detach().abs().max().float().reshape(1) if x.numel() else self.scale.new_zeros(1)
+        amax = torch.where(torch.isfinite(amax), amax, 0.0)
+        self.history[index].zero_()
+        self.scale[index:index + 1] = scale_from_amax(amax, self.format(index))
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         key = prefix + "history"
@@ -108,7 +109,7 @@ class LinearState(nn.Module):
         self._cached_for: tuple | None = None
         self._advanced_for: tuple | None = None
         self._explicit_steps = False
-        self._calibrate_weight = True
+        self._uncalibrated = set(DelayedScaling.OPERANDS) if kind.delayed else set()
         self.weight_casts = 0
         self.last_stats: dict[str, torch.Tensor] = {}
 
@@ -138,6 +139,12 @@ class LinearState(nn.Module):
     def quantize(self, x: torch.Tensor, operand: str, transpose: bool, record: bool) -> QuantizedTensor:
         """Quantise one operand (activation, weight or gradient) x[R,C] as this layer's scaling says."""
         if self.delayed is not None:
+            if operand in self._uncalibrated:
+                # A history starts from what is there. Scale 1 would flush the gradients of the first step to zero (a mean over
+                # tokens makes them far smaller than E5M2's smallest value), and after a plain checkpoint was loaded the scale
+                # of the random weights would clip the loaded ones.
+                self.delayed.calibrate(x, operand)
+                self._uncalibrated.discard(operand)
             made = self.delayed.quantize(x, operand, transpose, record)
         else:
             made = quantize_2d(x, operand_options(self.kind, operand, self.pow2_scale, transpose))
@@ -147,11 +154,6 @@ class LinearState(nn.Module):
 
     def quantized_weight(self, weight: torch.Tensor, transpose: bool, record: bool) -> QuantizedTensor:
         """The weight in FP8, quantised once a step. transpose: its transposed copy is needed (and kept) too."""
-        if self.delayed is not None and self._calibrate_weight:
-            # Weights are there before the first step: their scale need not start at 1, and after a plain checkpoint was
-            # loaded the scale of the random weights would clip the loaded ones.
-            self.delayed.reset_weight(weight)
-            self._calibrate_weight = False
         if not self.weight_cache or torch.compiler.is_compiling():
             self._count()
             return self.quantize(weight.detach(), "weight", transpose, record)
@@ -171,7 +173,9 @@ class LinearState(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.new_step()
         self._advanced_for = None
-        self._calibrate_weight = prefix + "delayed.scale" not in state_dict
+        if self.delayed is not None:
+            known = prefix + "delayed.scale" in state_dict
+            self._uncalibrated = set() if known else set(DelayedScaling.OPERANDS)
 
 
 def operand_options(kind: numerics.Scaling, operand: str, pow2: bool, transpose: bool) -> QuantizeOptions:
