@@ -45,7 +45,7 @@ def test_starts_that_leave_the_tensor(kernel, padded):
         (dict(softmax_scale=0.0), "must be positive"),
         (dict(dq_accumulation="fp16"), "'fp16' is not one of fp32, bf16"),
         (dict(precision="fp4"), "'fp4' is not one of"),
-        (dict(kernel="flash"), "no kernel is named 'flash'; known kernels: "),
+        (dict(kernel="turbo"), "no kernel is named .turbo.; known kernels: "),
     ],
 )
 def test_wrong_arguments_are_named(options, text):
