@@ -55,16 +55,17 @@ AttentionFp8Tensor fp8_view(const TensorView& t, const char* name, const TensorV
   return {data<const uint8_t>(t), t.stride(0), t.stride(1), data<const float>(scale_inv), scale.row, scale.head};
 }
 
-AttentionDType output_dtype(const TensorView& out) {
-  check_dtype(out, "out", {DType::f32, DType::bf16, DType::f16});
-  const DType d = dtype_of(out);
+AttentionDType float_dtype(const TensorView& t, const char* name) {
+  check_dtype(t, name, {DType::f32, DType::bf16, DType::f16});
+  const DType d = dtype_of(t);
   return d == DType::f32 ? AttentionDType::f32 : d == DType::bf16 ? AttentionDType::bf16 : AttentionDType::f16;
 }
 
 void check_like_out(const TensorView& t, const char* name, const TensorView& out, int64_t rows, int64_t heads) {
   check_rows(t, name, out, rows, heads);
   check_contiguous(t, name);
-  TE_CHECK(dtype_of(t) == dtype_of(out), name << " is " << describe(t) << "; expected the dtype of out, which is " << describe(out));
+  TE_CHECK(dtype_of(t) == dtype_of(out),
+           name << " is " << describe(t) << "; expected the dtype of out, which is " << describe(out));
 }
 
 AttentionFp8Call check_inputs(const TensorView& q, const TensorView& k, const TensorView& v, const TensorView& q_scale_inv,
@@ -88,7 +89,7 @@ AttentionFp8Call check_inputs(const TensorView& q, const TensorView& k, const Te
   call.p_scale = float(p_scale);
   check_rows(out, "out", q, q.size(0), heads);
   check_lse(lse, heads, q.size(0));
-  call.base.dtype = output_dtype(out);
+  call.base.dtype = float_dtype(out, "out");
   call.base.rows_q = q.size(0);
   call.base.heads = heads;
   call.base.kv_heads = kv_heads;
@@ -103,11 +104,11 @@ AttentionFp8Call check_inputs(const TensorView& q, const TensorView& k, const Te
 // NaN kept, number of values that are not finite). Rows outside the segments of cu and start are not read; their data is 0.
 // centre: subtract from each head of a segment its mean over the segment's rows (for K: softmax stays the same). rotate: multiply
 // each row by the orthogonal Hadamard matrix (for Q and K alike: their product stays the same).
-void attention_quantize(TensorView x, TensorView cu, TensorView start, TensorView data_out, TensorView scale_inv, TensorView stats,
-                        int64_t format, int64_t centre, int64_t rotate) {
+void attention_quantize(TensorView x, TensorView cu, TensorView start, TensorView data_out, TensorView scale_inv,
+                        TensorView stats, int64_t format, int64_t centre, int64_t rotate) {
   check_device(x, "x", kDLCPU);
   check_rank(x, "x", 3, "[rows, heads, head dim]");
-  check_dtype(x, "x", {DType::f32, DType::bf16, DType::f16});
+  const AttentionDType dtype = float_dtype(x, "x");
   check_inner_contiguous(x, "x");
   const int64_t rows = x.size(0), heads = x.size(1), dim = x.size(2);
   check_format(format, "format");
@@ -128,7 +129,7 @@ void attention_quantize(TensorView x, TensorView cu, TensorView start, TensorVie
 
   AttentionQuantizeCall call;
   call.x = view(x);
-  call.dtype = dtype_of(x) == DType::f32 ? AttentionDType::f32 : dtype_of(x) == DType::bf16 ? AttentionDType::bf16 : AttentionDType::f16;
+  call.dtype = dtype;
   call.heads = heads;
   call.dim = dim;
   call.format = format;
@@ -148,8 +149,9 @@ void attention_quantize(TensorView x, TensorView cu, TensorView start, TensorVie
   if (centre == 1) {
     parallel_for(segments, [&](int64_t n) {
       const int64_t count = lengths[n + 1] - lengths[n];
-      TE_SIMD_CALL(attention_column_sums)(call, starts[n], starts[n] + count, means.data() + n * heads * dim, thread_scratch(floats));
-      for (int64_t i = 0; i < heads * dim && count > 0; ++i) means[n * heads * dim + i] /= double(count);
+      double* mean = means.data() + n * heads * dim;
+      TE_SIMD_CALL(attention_column_sums)(call, starts[n], starts[n] + count, mean, thread_scratch(floats));
+      for (int64_t i = 0; i < heads * dim && count > 0; ++i) mean[i] /= double(count);
     });
     call.means = means.data();
   }

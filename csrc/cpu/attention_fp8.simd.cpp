@@ -118,7 +118,8 @@ void weigh(const AttentionSegment& segment, const Chunk& chunk, KeyRange keys, f
 
 int64_t attention_fp8_forward_scratch(const AttentionFp8Call& call, int64_t chunks) {
   const int64_t padded_dim = attention_padded_dim(call.base.dim);
-  return 2 * kForwardKeys * padded_dim + kForwardKeys * kQueryChunk + kQueryChunk * padded_dim + chunks * chunk_floats(padded_dim);
+  return 2 * kForwardKeys * padded_dim + kForwardKeys * kQueryChunk + kQueryChunk * padded_dim +
+         chunks * chunk_floats(padded_dim);
 }
 
 void attention_fp8_forward_item(const AttentionFp8Call& fp8, const AttentionSegment& segment, const AttentionForwardItem& item,
