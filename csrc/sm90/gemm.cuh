@@ -387,11 +387,6 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
     ptx::registers_up<232>();
     const int g = group_of_warps;
     uint8_t* own_staging = staging + warp * 2048;
-    // FP8: the two warpgroups take turns at the tensor cores, so that one adds its sums while the other multiplies. Left alone they
-    // fall into step: both wait on the same stages, multiply together and then add together. The turn passes when the last of
-    // a wave's four products is running.
-    constexpr int kTurn = 2;
-    if (Shape::kFp8 && g == 1) ptx::named_barrier_arrive(kTurn, 256);
     const int row_in_wave = (warp & 3) * 16 + (lane >> 2);
     while (schedule.next(t)) {
       float sum[WAVES][64];
@@ -429,19 +424,13 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
               const float* rows = scales + stage * Shape::kStageScales + (w * 2 + g) * 64 + row_in_wave;
               s0 = rows[0], s1 = rows[8];
             }
-            ptx::named_barrier(kTurn + g, 256);
             ptx::pin(part);
             ptx::wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < 3; ++i) multiply<OPS>(part, desc_a + i * kStep, desc_b + i * kStep, i > 0);
-            ptx::wgmma_commit();
-            multiply<OPS>(part, desc_a + 3 * kStep, desc_b + 3 * kStep, true);
+            for (int i = 0; i < 4; ++i) multiply<OPS>(part, desc_a + i * kStep, desc_b + i * kStep, i > 0);
             ptx::wgmma_commit();
             ptx::pin(part);
-            ptx::wgmma_wait<1>();
-            ptx::named_barrier_arrive(kTurn + 1 - g, 256);
             ptx::wgmma_wait<0>();
-            ptx::pin(part);
             if constexpr (SCALING == Scaling::epilogue) {
               if (w == WAVES - 1) release(stage);
 #pragma unroll
@@ -454,10 +443,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
 #pragma unroll
               for (int i = 0; i < 64; ++i) sum[w][i] = fmaf(part[i], (i & 2) ? s1 : s0, sum[w][i]);
             } else {
-              const uint32_t columns = ptx::shared_address(scales + stage * Shape::kStageScales + BM + (lane & 3) * 2);
+              const float2* columns = reinterpret_cast<const float2*>(scales + stage * Shape::kStageScales + BM) + (lane & 3);
 #pragma unroll
               for (int j = 0; j < 16; ++j) {
-                const float2 s = ptx::load_shared_float2(columns + j * 32);  // not moved up: 32 registers more would spill
+                const float2 s = columns[j * 4];
                 sum[w][4 * j + 0] = fmaf(part[4 * j + 0] * s.x, s0, sum[w][4 * j + 0]);
                 sum[w][4 * j + 1] = fmaf(part[4 * j + 1] * s.y, s0, sum[w][4 * j + 1]);
                 sum[w][4 * j + 2] = fmaf(part[4 * j + 2] * s.x, s1, sum[w][4 * j + 2]);
@@ -522,7 +511,6 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
       }
     }
   }
-  if (Shape::kFp8 && group_of_warps == 0) ptx::named_barrier(2, 256);  // takes the last turn, so that no arrival stays behind
   // No block leaves while its partner may still write into its shared memory or arrive at its barriers.
   __syncwarp();
   __syncthreads();

@@ -39,7 +39,9 @@ def poisoned(shape, dtype):
 
 
 def scale_buffer(granularity: str, rows: int, cols: int):
-    return poisoned(reference.scale_shape(granularity, rows, cols), torch.uint8 if granularity == "mx" else torch.float32)
+    return poisoned(
+        reference.scale_shape(granularity, rows, cols), torch.uint8 if granularity == "mx" else torch.float32
+    )
 
 
 def quantize(x, granularity: str, fmt=numerics.E4M3, pow2: bool = False, transpose: bool = False):
@@ -49,7 +51,14 @@ def quantize(x, granularity: str, fmt=numerics.E4M3, pow2: bool = False, transpo
     if transpose:
         out |= {"data_t": poisoned((cols, rows), torch.uint8), "scale_inv_t": scale_buffer(granularity, cols, rows)}
     out["stats"] = poisoned((2,), torch.float32)
-    call("quantize_transpose" if transpose else "quantize", x, *out.values(), numerics.GRANULARITY_CODE[granularity], fmt.code, int(pow2))
+    call(
+        "quantize_transpose" if transpose else "quantize",
+        x,
+        *out.values(),
+        numerics.GRANULARITY_CODE[granularity],
+        fmt.code,
+        int(pow2),
+    )
     return {k: v.cpu().numpy() for k, v in out.items()}
 
 

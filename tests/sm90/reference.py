@@ -24,7 +24,13 @@ def expand(scales: np.ndarray, granularity: str, rows: int, cols: int) -> np.nda
 def amax_of(x: np.ndarray, granularity: str) -> np.ndarray:
     """NaN-keeping maxima of |x| in the shape of the granularity's scales."""
     rows, cols = x.shape
-    height, width = {"tensor": (rows, cols), "row": (1, cols), "block_1x128": (1, 128), "block_128x128": (128, 128), "mx": (1, MX_BLOCK)}[granularity]
+    height, width = {
+        "tensor": (rows, cols),
+        "row": (1, cols),
+        "block_1x128": (1, 128),
+        "block_128x128": (128, 128),
+        "mx": (1, MX_BLOCK),
+    }[granularity]
     up = lambda n, b: -(-n // b) * b
     padded = np.zeros((up(rows, height), up(cols, width)), np.float32)
     padded[:rows, :cols] = np.abs(x)
@@ -44,8 +50,13 @@ def quantize(x: np.ndarray, granularity: str, fmt, pow2: bool = False):
 
 def scale_shape(granularity: str, rows: int, cols: int) -> tuple[int, ...]:
     ceil = lambda a, b: -(-a // b)
-    return {"tensor": (1,), "row": (rows,), "block_1x128": (rows, ceil(cols, 128)),
-            "block_128x128": (ceil(rows, 128), ceil(cols, 128)), "mx": (rows, ceil(cols, MX_BLOCK))}[granularity]
+    return {
+        "tensor": (1,),
+        "row": (rows,),
+        "block_1x128": (rows, ceil(cols, 128)),
+        "block_128x128": (ceil(rows, 128), ceil(cols, 128)),
+        "mx": (rows, ceil(cols, MX_BLOCK)),
+    }[granularity]
 
 
 def dequantize(codes: np.ndarray, scale_inv: np.ndarray, granularity: str, fmt) -> np.ndarray:

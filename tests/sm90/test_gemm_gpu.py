@@ -13,13 +13,30 @@ pytestmark = pytest.mark.gpu
 # FP8 products are exact and summed in FP32 every 128 values; inside, the tensor cores keep about 14 bits.
 SUM_BOUND = 2e-3
 BF16_BOUND = 4e-3
-KINDS = {"tensor": (0, "tensor", "tensor"), "row": (1, "row", "row"), "block": (2, "block_1x128", "block_128x128"), "block_ab": (3, "block_1x128", "block_1x128")}
-SHAPES = [(128, 256, 128), (256, 256, 512), (1, 128, 64), (100, 130, 160), (513, 384, 400), (300, 1000, 2064), (1000, 512, 1024)]
+KINDS = {
+    "tensor": (0, "tensor", "tensor"),
+    "row": (1, "row", "row"),
+    "block": (2, "block_1x128", "block_128x128"),
+    "block_ab": (3, "block_1x128", "block_1x128"),
+}
+SHAPES = [
+    (128, 256, 128),
+    (256, 256, 512),
+    (1, 128, 64),
+    (100, 130, 160),
+    (513, 384, 400),
+    (300, 1000, 2064),
+    (1000, 512, 1024),
+]
 
 
 def rough(rows, cols, seed):
     rng = np.random.default_rng(seed)
-    return rng.standard_normal((rows, cols)) * np.exp(rng.standard_normal((rows, 1))) * np.exp(rng.standard_normal((1, cols)) * 0.5)
+    return (
+        rng.standard_normal((rows, cols))
+        * np.exp(rng.standard_normal((rows, 1)))
+        * np.exp(rng.standard_normal((1, cols)) * 0.5)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -34,7 +51,11 @@ def test_dense_fp8(kind, m, n, k):
             c = gpu.poisoned((m, n), dtype) if not accumulate else torch.full((m, n), 0.5, device="cuda")
             gpu.call("gemm_fp8", a, b, scale_a, scale_b, c, fmt.code, E4M3.code, code, accumulate)
             limit = BF16_BOUND if dtype == torch.bfloat16 else SUM_BOUND
-            assert reference.relative_error(c.double().cpu(), want + 0.5 * accumulate) < limit, (fmt.name, dtype, accumulate)
+            assert reference.relative_error(c.double().cpu(), want + 0.5 * accumulate) < limit, (
+                fmt.name,
+                dtype,
+                accumulate,
+            )
 
 
 @pytest.mark.parametrize("m,n,k", SHAPES + [(40, 64, 72)])
@@ -115,7 +136,11 @@ def test_grouped_wgrad(kind, sizes):
         b[:, starts[-1] :] = 0x7F
     want = np.stack([a64[:, starts[e] : starts[e + 1]] @ b64[:, starts[e] : starts[e + 1]].T for e in range(groups)])
     for accumulate in (0, 1):
-        dw = gpu.poisoned((groups, n, k), torch.float32) if not accumulate else torch.full((groups, n, k), 2.0, device="cuda")
+        dw = (
+            gpu.poisoned((groups, n, k), torch.float32)
+            if not accumulate
+            else torch.full((groups, n, k), 2.0, device="cuda")
+        )
         if kind == "bf16":
             gpu.call("grouped_gemm_wgrad", a, b, device_sizes, dw, accumulate)
         else:
@@ -151,11 +176,19 @@ def test_gemm_replays_in_a_cuda_graph():
 
 
 def test_bad_calls_raise_before_any_launch():
-    a, b = torch.zeros(64, 128, dtype=torch.uint8, device="cuda"), torch.zeros(32, 128, dtype=torch.uint8, device="cuda")
+    a, b = (
+        torch.zeros(64, 128, dtype=torch.uint8, device="cuda"),
+        torch.zeros(32, 128, dtype=torch.uint8, device="cuda"),
+    )
     s, c = torch.ones(1, device="cuda"), gpu.poisoned((64, 32), torch.bfloat16)
-    for args, word in (((a, b, s, s, c, 0, 0, 0, 1), "accumulat"), ((a, b, s, s, c, 0, 1, 0, 0), "formats"), ((a, b, s, s, c, 0, 0, 1, 0), "scale_a"),
-                       ((a[:, :120].contiguous(), b[:, :120].contiguous(), s, s, c, 0, 0, 0, 0), "multiple of 16"),
-                       ((a, b, s, s, c[:60], 0, 0, 0, 0), "c must have shape"), ((a, b.cpu(), s, s, c, 0, 0, 0, 0), "device")):
+    for args, word in (
+        ((a, b, s, s, c, 0, 0, 0, 1), "accumulat"),
+        ((a, b, s, s, c, 0, 1, 0, 0), "formats"),
+        ((a, b, s, s, c, 0, 0, 1, 0), "scale_a"),
+        ((a[:, :120].contiguous(), b[:, :120].contiguous(), s, s, c, 0, 0, 0, 0), "multiple of 16"),
+        ((a, b, s, s, c[:60], 0, 0, 0, 0), "c must have shape"),
+        ((a, b.cpu(), s, s, c, 0, 0, 0, 0), "device"),
+    ):
         with pytest.raises(ValueError, match=word):
             gpu.call("gemm_fp8", *args)
     torch.cuda.synchronize()

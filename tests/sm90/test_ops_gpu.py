@@ -46,7 +46,9 @@ def test_rms_norm(dtype, rows, cols):
     gpu.call("rms_norm_backward", dy, x, w, rstd, dx, dw)
     hat = x64 * rstd64[:, None]
     g = dy64 * w64
-    assert reference.relative_error(dx.double().cpu(), rstd64[:, None] * (g - hat * np.mean(g * hat, axis=1, keepdims=True))) < bound(dtype)
+    assert reference.relative_error(
+        dx.double().cpu(), rstd64[:, None] * (g - hat * np.mean(g * hat, axis=1, keepdims=True))
+    ) < bound(dtype)
     assert reference.relative_error(dw.cpu(), np.sum(dy64 * hat, axis=0)) < 1e-5
     again = gpu.poisoned((cols,), torch.float32)
     gpu.call("rms_norm_backward", dy, x, w, rstd, dx, again)
@@ -117,13 +119,24 @@ def test_cross_entropy_of_a_label_outside_the_vocabulary_is_nan():
     assert torch.isnan(loss[0]) and torch.isfinite(loss[1])
 
 
-FUSED = [("tensor", E4M3, None), ("tensor", E5M2, None), ("tensor", E4M3, 3.0), ("row", E4M3, None), ("block_1x128", E4M3, None),
-         ("block_128x128", E4M3, None), ("mx", E4M3, None)]
+FUSED = [
+    ("tensor", E4M3, None),
+    ("tensor", E5M2, None),
+    ("tensor", E4M3, 3.0),
+    ("row", E4M3, None),
+    ("block_1x128", E4M3, None),
+    ("block_128x128", E4M3, None),
+    ("mx", E4M3, None),
+]
 
 
 def fused_outputs(rows, cols, granularity, transpose):
     out = [gpu.poisoned((rows, cols), torch.uint8), gpu.scale_buffer(granularity, rows, cols)]
-    out += [gpu.poisoned((cols, rows), torch.uint8), gpu.scale_buffer(granularity, cols, rows)] if transpose else [None, None]
+    out += (
+        [gpu.poisoned((cols, rows), torch.uint8), gpu.scale_buffer(granularity, cols, rows)]
+        if transpose
+        else [None, None]
+    )
     return [*out, gpu.poisoned((2,), torch.float32)]
 
 
@@ -134,9 +147,16 @@ def check_fused(outputs, y, granularity, fmt, scale, transpose):
         want = gpu.quantize(y, granularity, fmt, transpose=transpose)
     else:
         want = {"data": gpu.poisoned((rows, cols), torch.uint8)}
-        data_t, inverse, stats = gpu.poisoned((cols, rows), torch.uint8), gpu.poisoned((1,), torch.float32), gpu.poisoned((2,), torch.float32)
+        data_t, inverse, stats = (
+            gpu.poisoned((cols, rows), torch.uint8),
+            gpu.poisoned((1,), torch.float32),
+            gpu.poisoned((2,), torch.float32),
+        )
         gpu.call("quantize_with_scale_transpose", y, scale, want["data"], data_t, inverse, stats, fmt.code)
-        want = {k: v.cpu().numpy() for k, v in {**want, "scale_inv": inverse, "data_t": data_t, "scale_inv_t": inverse, "stats": stats}.items()}
+        want = {
+            k: v.cpu().numpy()
+            for k, v in {**want, "scale_inv": inverse, "data_t": data_t, "scale_inv_t": inverse, "stats": stats}.items()
+        }
     names = ["data", "scale_inv", "data_t", "scale_inv_t", "stats"]
     for name, got in zip(names, outputs, strict=True):
         if got is not None:
@@ -177,7 +197,12 @@ def test_fused_kernels_equal_the_op_followed_by_quantize(granularity, fmt, scale
 def test_ops_replay_in_a_cuda_graph():
     x, _ = random((256, 512), torch.bfloat16, 15)
     w, _ = random((512,), torch.bfloat16, 16)
-    y, rstd, dx, dw = gpu.poisoned((256, 512), torch.bfloat16), gpu.poisoned((256,), torch.float32), gpu.poisoned((256, 512), torch.bfloat16), gpu.poisoned((512,), torch.float32)
+    y, rstd, dx, dw = (
+        gpu.poisoned((256, 512), torch.bfloat16),
+        gpu.poisoned((256,), torch.float32),
+        gpu.poisoned((256, 512), torch.bfloat16),
+        gpu.poisoned((512,), torch.float32),
+    )
     out = fused_outputs(256, 512, "row", True)
 
     def step():

@@ -1,4 +1,4 @@
-"""Quantise kernels: the same bytes and scales as te_plugin.numerics, for every granularity, with and without the transposed copy."""
+"""Quantise kernels: the same bytes and scales as te_plugin.numerics, every granularity, with and without the transposed copy."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,11 @@ SHAPES = [(128, 128), (256, 384), (1, 1), (3, 130), (130, 72), (200, 264), (257,
 
 def make(rows, cols, seed=0):
     rng = np.random.default_rng(seed)
-    x = rng.standard_normal((rows, cols)) * np.exp(rng.standard_normal((rows, 1)) * 2) * np.exp(rng.standard_normal((1, cols)))
+    x = (
+        rng.standard_normal((rows, cols))
+        * np.exp(rng.standard_normal((rows, 1)) * 2)
+        * np.exp(rng.standard_normal((1, cols)))
+    )
     x[rng.random((rows, cols)) < 0.05] = 0
     if rows > 2:
         x[rows // 2] = 0
@@ -81,9 +85,19 @@ def test_tiny_and_huge_values_keep_finite_scales(granularity):
 
 def test_rows_apart_and_unaligned_starts():
     base, values = as_input(make(300, 520, 7), torch.bfloat16)
-    for rows, cols in ((slice(0, 300), slice(0, 256)), (slice(1, 200), slice(3, 300)), (slice(0, 300, 2), slice(8, 136))):
+    for rows, cols in (
+        (slice(0, 300), slice(0, 256)),
+        (slice(1, 200), slice(3, 300)),
+        (slice(0, 300, 2), slice(8, 136)),
+    ):
         for granularity in GRANULARITIES:
-            check(gpu.quantize(base[rows, cols], granularity, transpose=True), np.ascontiguousarray(values[rows, cols]), granularity, E4M3, False)
+            check(
+                gpu.quantize(base[rows, cols], granularity, transpose=True),
+                np.ascontiguousarray(values[rows, cols]),
+                granularity,
+                E4M3,
+                False,
+            )
 
 
 @pytest.mark.report("pytorch/ao#1912")
@@ -94,7 +108,12 @@ def test_given_scale_saturates_and_keeps_nan(fmt):
     t, x = as_input(x, torch.float32)
     for scale in (1.0, 0.37, 224.0):
         s = torch.tensor([scale], device="cuda")
-        data, data_t, inverse, stats = gpu.poisoned((130, 264), torch.uint8), gpu.poisoned((264, 130), torch.uint8), gpu.poisoned((1,), torch.float32), gpu.poisoned((2,), torch.float32)
+        data, data_t, inverse, stats = (
+            gpu.poisoned((130, 264), torch.uint8),
+            gpu.poisoned((264, 130), torch.uint8),
+            gpu.poisoned((1,), torch.float32),
+            gpu.poisoned((2,), torch.float32),
+        )
         gpu.call("quantize_with_scale_transpose", t, s, data, data_t, inverse, stats, fmt.code)
         with np.errstate(invalid="ignore", over="ignore"):
             codes = fmt.encode(x * np.float32(scale))
@@ -112,7 +131,9 @@ def test_dequantize_inverts_exactly(granularity):
         for fmt in (E4M3, E5M2):
             codes, inverse = reference.quantize(make(rows, cols), granularity, fmt)
             y = gpu.poisoned((rows, cols), torch.float32)
-            gpu.call("dequantize", gpu.cuda(codes), gpu.cuda(inverse), y, numerics.GRANULARITY_CODE[granularity], fmt.code)
+            gpu.call(
+                "dequantize", gpu.cuda(codes), gpu.cuda(inverse), y, numerics.GRANULARITY_CODE[granularity], fmt.code
+            )
             want = reference.dequantize(codes, inverse, granularity, fmt).astype(np.float32)
             np.testing.assert_array_equal(y.cpu().numpy(), want)
 
@@ -127,11 +148,20 @@ def test_empty_tensors():
 
 def test_bad_calls_raise_before_any_launch():
     x = torch.zeros(128, 128, dtype=torch.bfloat16, device="cuda")
-    data, inverse, stats = gpu.poisoned((128, 128), torch.uint8), gpu.poisoned((1,), torch.float32), gpu.poisoned((2,), torch.float32)
-    for args, word in (((x.cpu(), data, inverse, stats, 0, 0, 0), "CUDA"), ((x, data[:64], inverse, stats, 0, 0, 0), "data"),
-                       ((x, data, inverse, stats, 1, 0, 0), "scale_inv"), ((x, data, inverse, stats, 0, 2, 0), "format"),
-                       ((x, data, inverse, stats, 9, 0, 0), "granularity"), ((x.t(), data, inverse, stats, 0, 0, 0), "stride"),
-                       ((x.int(), data, inverse, stats, 0, 0, 0), "bfloat16")):
+    data, inverse, stats = (
+        gpu.poisoned((128, 128), torch.uint8),
+        gpu.poisoned((1,), torch.float32),
+        gpu.poisoned((2,), torch.float32),
+    )
+    for args, word in (
+        ((x.cpu(), data, inverse, stats, 0, 0, 0), "CUDA"),
+        ((x, data[:64], inverse, stats, 0, 0, 0), "data"),
+        ((x, data, inverse, stats, 1, 0, 0), "scale_inv"),
+        ((x, data, inverse, stats, 0, 2, 0), "format"),
+        ((x, data, inverse, stats, 9, 0, 0), "granularity"),
+        ((x.t(), data, inverse, stats, 0, 0, 0), "stride"),
+        ((x.int(), data, inverse, stats, 0, 0, 0), "bfloat16"),
+    ):
         with pytest.raises(ValueError, match=word):
             gpu.call("quantize", *args)
     torch.cuda.synchronize()

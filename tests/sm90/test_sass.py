@@ -17,7 +17,12 @@ import pytest
 SOURCES = Path(__file__).parents[2] / "csrc" / "sm90"
 FILES = ("gemm_dense", "gemm_dense_block", "gemm_grouped", "gemm_wgrad")
 # Operands as in gemm.cuh: the number in the mangled name, the instruction expected, and its count for a 64-row wave.
-INSTRUCTION = {0: "QGMMA.64x128x32.F32.E4M3.E4M3", 1: "QGMMA.64x128x32.F32.E5M2.E4M3", 2: "HGMMA.64x128x16.F32.BF16", 3: "HGMMA.64x128x16.F32.BF16"}
+INSTRUCTION = {
+    0: "QGMMA.64x128x32.F32.E4M3.E4M3",
+    1: "QGMMA.64x128x32.F32.E5M2.E4M3",
+    2: "HGMMA.64x128x16.F32.BF16",
+    3: "HGMMA.64x128x16.F32.BF16",
+}
 KERNEL = re.compile(r"gemm_kernelILNS_8OperandsE(\d)ELNS_4ModeE(\d)ELNS_7ScalingE(\d)ELi(\d)E")
 
 
@@ -35,14 +40,29 @@ def tool(name: str) -> str | None:
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed"),
-    pytest.mark.skipif(tool("cuobjdump") is None, reason="cuobjdump is not installed (CUDA toolkit, or the triton package)"),
+    pytest.mark.skipif(
+        tool("cuobjdump") is None, reason="cuobjdump is not installed (CUDA toolkit, or the triton package)"
+    ),
 ]
 
 
 def compile_and_disassemble(name: str, folder: Path) -> str:
     cubin = folder / f"{name}.cubin"
-    subprocess.run(["nvcc", "-cubin", "-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", str(SOURCES / f"{name}.cu"), "-o", str(cubin)],
-                   check=True, capture_output=True, text=True)
+    subprocess.run(
+        [
+            "nvcc",
+            "-cubin",
+            "-O3",
+            "-std=c++17",
+            "-gencode=arch=compute_90a,code=sm_90a",
+            str(SOURCES / f"{name}.cu"),
+            "-o",
+            str(cubin),
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return subprocess.run([tool("cuobjdump"), "-sass", str(cubin)], check=True, capture_output=True, text=True).stdout
 
 
@@ -85,10 +105,15 @@ def test_every_kernel_of_the_list_exists(kernels):
 def test_tensor_core_instructions(kernels):
     for (operands, _, _, waves), code in kernels.items():
         products = [text for _, text in code if "GMMA" in opcode(text)]
-        assert len(products) % (4 * waves) == 0 and products and all(opcode(text).startswith(INSTRUCTION[operands]) for text in products)
+        assert (
+            len(products) % (4 * waves) == 0
+            and products
+            and all(opcode(text).startswith(INSTRUCTION[operands]) for text in products)
+        )
         assert not any(opcode(text).startswith("HMMA") for _, text in code)
         loop = main_loop(code)
-        assert not any(opcode(text).startswith("MEMBAR") for text in loop), "a fence of the whole GPU in every stage"
+        wide = [text for text in loop if opcode(text).startswith(("MEMBAR.ALL.GPU", "MEMBAR.ALL.SYS", "CCTL.IVALL"))]
+        assert not wide, "a fence of the whole GPU in every stage"
 
 
 def test_main_loops_stay_in_registers(kernels):
