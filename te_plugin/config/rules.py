@@ -245,6 +245,8 @@ def _maxtext(cfg: Config) -> Iterator[str]:
                f"the run under taskset")
     if cfg.run.init_from is not None:
         yield f"run.init_from {here}: only adapter=megatron starts from other weights; leave it out"
+    if cfg.check.mode == "record":
+        yield f"check.mode=record {here}: a golden curve is recorded with adapter=megatron, and checks both; use that"
     if cfg.testing.sabotage not in ("none", "no_document_mask"):
         yield f"testing.sabotage={cfg.testing.sabotage} {here}: only no_document_mask damages such a run"
     scaling = cfg.model.rope_scaling
