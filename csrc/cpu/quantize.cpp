@@ -20,7 +20,8 @@ constexpr int64_t kMaxRun = 8192;             // longest piece of a row in one t
 constexpr int64_t kSide = 512;                // side of the largest square
 constexpr int64_t kSquareLd = kSide + 64;     // bytes from row to row of a square's codes: no power of two, which caches dislike
 constexpr int64_t kStrip = 64;                // columns of a square turned at once
-constexpr int64_t kStepRows = 4;              // rows encoded at once: they stay in the L1 cache
+constexpr int64_t kStepRows = 4;              // rows whose blocks are scaled at once: they stay in the L1 cache
+constexpr int64_t kAhead = 2;                 // rows fetched ahead while one is encoded
 constexpr int64_t kStepGroups = kStepRows * kMaxRun / kMxBlock;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -105,6 +106,9 @@ struct Cut {
     parallel_for(tiles(), [&](int64_t i) {
       const int64_t row = i / chunks * height, col = i % chunks * width;
       body(Tile{i, row, col, min64(height, rows - row), min64(width, cols - col)});
+#if defined(__x86_64__)
+      __builtin_ia32_sfence();  // for what copy_rows wrote past the caches
+#endif
     });
   }
 };
@@ -150,11 +154,10 @@ struct Quantize {
   void count(const Tile& t) {
     if (tile_amax[t.index] >= kInfBits) tile_nonfinite[t.index] = TE_SIMD_CALL(count_nonfinite)(part(x, t.row, t.col), t.rows, t.cols);
   }
-  // Notes the amax of a tile; out: that of each of its rows.
-  void note_rows(const Tile& t, uint32_t* out) {
-    TE_SIMD_CALL(amax_rows)(part(x, t.row, t.col), t.rows, t.cols, t.cols, out);
-    for (int64_t r = 0; r < t.rows; ++r) note(t, out[r]);
-    count(t);
+  // Notes the amax of rows r .. of a tile; out: that of each row.
+  void note_rows(const Tile& t, int64_t r, int64_t n_rows, uint32_t* out) {
+    TE_SIMD_CALL(amax_rows)(part(x, t.row + r, t.col), n_rows, t.cols, t.cols, out);
+    for (int64_t i = 0; i < n_rows; ++i) note(t, out[i]);
   }
   uint32_t amax() const {
     uint32_t best = 0;
@@ -189,21 +192,27 @@ struct Quantize {
 
   // Rows row .. of x, columns col .. with scales[r * scale_ld + c / group], r and c counted from (row, col), into `data`.
   void encode(int64_t row, int64_t col, int64_t n_rows, int64_t n_cols, const float* scales, int64_t scale_ld, int64_t group,
-              bool clean) const {
-    TE_SIMD_CALL(encode_rows)(part(x, row, col), n_rows, n_cols, scales, scale_ld, group, format, clean, data + row * cols + col, cols);
+              bool clean, int64_t ahead) const {
+    TE_SIMD_CALL(encode_rows)(part(x, row, col), n_rows, n_cols, scales, scale_ld, group, format, clean, ahead,
+                              data + row * cols + col, cols);
   }
+
+  // How many rows ahead to fetch, for rows r .. of a tile that go by bands of `height`: the amax of the next band, quick as it is, then
+  // finds its rows in the cache. 0 in the last band, whose next is another task's.
+  static int64_t next_band(const Tile& t, int64_t r, int64_t height) { return r + height < t.rows ? height : 0; }
 
   // Row r of a square's codes, counted from the square's corner.
   static uint8_t* codes_row(int64_t r) { return workspace() + r * kSquareLd; }
 
   // encode, keeping the codes for the transposed copy, which has the same scales.
-  void encode_keeping(const Tile& t, int64_t r, int64_t n_rows, const float* scales, int64_t scale_ld, int64_t group, bool clean) const {
-    // Past the caches, a few rows at a time: the memory works off their writes while the next ones are computed.
-    const int64_t step = stream ? kStepRows : n_rows;
+  void encode_keeping(const Tile& t, int64_t r, int64_t n_rows, const float* scales, int64_t scale_ld, int64_t group, bool clean,
+                      int64_t ahead) const {
+    // Past the caches, row by row: the memory works off the writes of one while the next is computed.
+    const int64_t step = stream ? 1 : n_rows;
     for (int64_t end = r + n_rows; r < end; r += step, scales += step * scale_ld) {
-      const int64_t n = min64(step, end - r);
-      TE_SIMD_CALL(encode_rows)(part(x, t.row + r, t.col), n, t.cols, scales, scale_ld, group, format, clean, codes_row(r), kSquareLd);
-      TE_SIMD_CALL(copy_rows)(codes_row(r), kSquareLd, n, t.cols, data + (t.row + r) * cols + t.col, cols, stream);
+      TE_SIMD_CALL(encode_rows)(part(x, t.row + r, t.col), step, t.cols, scales, scale_ld, group, format, clean, ahead, codes_row(r),
+                                kSquareLd);
+      TE_SIMD_CALL(copy_rows)(codes_row(r), kSquareLd, step, t.cols, data + (t.row + r) * cols + t.col, cols, stream);
     }
   }
 
@@ -212,19 +221,28 @@ struct Quantize {
     TE_SIMD_CALL(encode_cols)(part(x, t.row + r, t.col), n_rows, t.cols, scales, scale_ld, group, format, clean, codes_row(r), kSquareLd);
   }
 
-  // The kept codes of a square, turned, into data_t.
+  // The kept codes of a square, turned, into data_t. While one strip is turned, bit by bit, the one before is written, for the same
+  // reason as above.
   void write_transposed(const Tile& t) const {
-    uint8_t* turned = workspace() + kSide * kSquareLd;
-    for (int64_t c = 0; c < t.cols; c += kStrip) {
-      const int64_t n = min64(kStrip, t.cols - c);
-      TE_SIMD_CALL(transpose_bytes)(codes_row(0) + c, kSquareLd, t.rows, n, turned, kSquareLd);
-      TE_SIMD_CALL(copy_rows)(turned, kSquareLd, n, t.rows, data_t + (t.col + c) * rows + t.row, rows, stream);
+    uint8_t* strips[2] = {workspace() + kSide * kSquareLd, workspace() + (kSide + kStrip) * kSquareLd};
+    int64_t turned = 0;  // rows of data_t in the strip before
+    for (int64_t c = 0; c < t.cols + kStrip; c += kStrip) {
+      const int64_t n = c < t.cols ? min64(kStrip, t.cols - c) : 0;
+      uint8_t *now = strips[c / kStrip % 2], *before = strips[1 - c / kStrip % 2];
+      const int64_t pieces = ceil_div(t.rows, kStrip), share = ceil_div(turned, pieces);
+      for (int64_t i = 0; i < pieces; ++i) {
+        const int64_t r = i * kStrip, first = min64(i * share, turned);
+        if (n > 0) TE_SIMD_CALL(transpose_bytes)(codes_row(r) + c, kSquareLd, min64(kStrip, t.rows - r), n, now + r, kSquareLd);
+        TE_SIMD_CALL(copy_rows)(before + first * kSquareLd, kSquareLd, min64(share, turned - first), t.rows,
+                                data_t + (t.col + c - kStrip + first) * rows + t.row, rows, stream);
+      }
+      turned = n;
     }
   }
 
-  // A worker's codes of one square and one turned strip; kept, so that the pages are touched once.
+  // A worker's codes of one square and two turned strips; kept, so that the pages are touched once.
   static uint8_t* workspace() {
-    static thread_local std::unique_ptr<uint8_t[]> memory(new uint8_t[(kSide + kStrip) * kSquareLd + 64]);
+    static thread_local std::unique_ptr<uint8_t[]> memory(new uint8_t[(kSide + 2 * kStrip) * kSquareLd + 64]);
     return memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64);
   }
 
@@ -236,26 +254,35 @@ struct Quantize {
     const Cut first = given_scale != nullptr ? second : long_cut(rows, cols);
     begin_statistics(first);
     Scale s;
-    auto encode_tile = [&](const Tile& t, bool clean) {
-      if (!transposed) return encode(t.row, t.col, t.rows, t.cols, &s.scale, 0, t.cols, clean);
-      encode_keeping(t, 0, t.rows, &s.scale, 0, t.cols, clean);
-      write_transposed(t);
-    };
-    auto note_tile = [&](const Tile& t) {
-      uint32_t row_amax[kSide];
-      note_rows(t, row_amax);
+    auto encode_piece = [&](const Tile& t, int64_t r, int64_t n_rows, bool clean, int64_t ahead) {
+      if (transposed) encode_keeping(t, r, n_rows, &s.scale, 0, t.cols, clean, ahead);
+      else encode(t.row + r, t.col, n_rows, t.cols, &s.scale, 0, t.cols, clean, ahead);
     };
     if (given_scale != nullptr) {
       s = {*given_scale, 1.0f / *given_scale};
       first.for_each([&](const Tile& t) {
-        note_tile(t);
-        encode_tile(t, tile_amax[t.index] < kInfBits && bits_float(tile_amax[t.index]) * s.scale <= fp8_max(format));
+        for (int64_t r = 0; r < t.rows; r += kStepRows) {
+          const int64_t n_rows = min64(kStepRows, t.rows - r);
+          uint32_t row_amax[kStepRows];
+          note_rows(t, r, n_rows, row_amax);
+          const uint32_t so_far = tile_amax[t.index];
+          encode_piece(t, r, n_rows, so_far < kInfBits && bits_float(so_far) * s.scale <= fp8_max(format), next_band(t, r, kStepRows));
+        }
+        count(t);
+        if (transposed) write_transposed(t);
       });
     } else {
-      first.for_each(note_tile);
+      first.for_each([&](const Tile& t) {
+        uint32_t row_amax[kSide];
+        note_rows(t, 0, t.rows, row_amax);
+        count(t);
+      });
       s = scale_of(amax());
       const bool clean = amax() < kInfBits;
-      second.for_each([&](const Tile& t) { encode_tile(t, clean); });
+      second.for_each([&](const Tile& t) {
+        encode_piece(t, 0, t.rows, clean, kAhead);
+        if (transposed) write_transposed(t);
+      });
     }
     write_scales(0, &s.scale_inv, 1);
     if (scale_inv_t != nullptr) write_scales_t(0, 1, &s.scale_inv, 1);
@@ -267,7 +294,8 @@ struct Quantize {
     begin_statistics(cut);
     std::vector<uint32_t> row_amax(cut.chunks * rows), col_amax(transposed ? cut.bands * cols : 0);
     cut.for_each([&](const Tile& t) {
-      note_rows(t, row_amax.data() + t.index % cut.chunks * rows + t.row);
+      note_rows(t, 0, t.rows, row_amax.data() + t.index % cut.chunks * rows + t.row);
+      count(t);
       if (transposed) {
         TE_SIMD_CALL(amax_cols)(part(x, t.row, t.col), t.rows, t.cols, col_amax.data() + t.index / cut.chunks * cols + t.col);
       }
@@ -276,7 +304,7 @@ struct Quantize {
     const std::vector<float> col_scale = transposed ? reduce(col_amax, cut.bands, cols, scale_inv_t) : std::vector<float>();
     const bool clean = amax() < kInfBits;
     cut.for_each([&](const Tile& t) {
-      encode(t.row, t.col, t.rows, t.cols, row_scale.data() + t.row, 1, t.cols, clean);
+      encode(t.row, t.col, t.rows, t.cols, row_scale.data() + t.row, 1, t.cols, clean, kAhead);
       if (!transposed) return;
       encode_for_transposed(t, 0, t.rows, col_scale.data() + t.col, 0, kSide, clean);
       write_transposed(t);
@@ -308,7 +336,7 @@ struct Quantize {
         TE_SIMD_CALL(amax_rows)(part(x, t.row + r, t.col), n_rows, t.cols, group, amax_bits);
         note(t, TE_SIMD_CALL(scales_from_amax)(amax_bits, n_rows * groups, fp8_max(format), pow2, scales, inverse));
         for (int64_t i = 0; i < n_rows; ++i) write_scales((t.row + r + i) * across + t.col / group, inverse + i * groups, groups);
-        encode(t.row + r, t.col, n_rows, t.cols, scales, groups, group, tile_amax[t.index] < kInfBits);
+        encode(t.row + r, t.col, n_rows, t.cols, scales, groups, group, tile_amax[t.index] < kInfBits, next_band(t, r, kStepRows));
       }
       count(t);
       if (!transposed) return;
@@ -338,8 +366,11 @@ struct Quantize {
         uint32_t row_amax[kBlock * most], amax_bits[most] = {};
         float scales[most], inverse[most];
         TE_SIMD_CALL(amax_rows)(part(x, t.row + r, t.col), n_rows, t.cols, kBlock, row_amax);
-        for (int64_t i = 0; i < n_rows * groups; ++i) {
-          amax_bits[i % groups] = row_amax[i] > amax_bits[i % groups] ? row_amax[i] : amax_bits[i % groups];
+        for (int64_t i = 0; i < n_rows; ++i) {
+          for (int64_t g = 0; g < groups; ++g) {
+            const uint32_t v = row_amax[i * groups + g];
+            amax_bits[g] = v > amax_bits[g] ? v : amax_bits[g];
+          }
         }
         note(t, TE_SIMD_CALL(scales_from_amax)(amax_bits, groups, fp8_max(format), pow2, scales, inverse));
         const int64_t block_row = (t.row + r) / kBlock, block_col = t.col / kBlock;
@@ -347,9 +378,9 @@ struct Quantize {
         const bool clean = tile_amax[t.index] < kInfBits;
         if (transposed) {
           write_scales_t(block_col * down + block_row, down, inverse, groups);
-          encode_keeping(t, r, n_rows, scales, 0, kBlock, clean);
+          encode_keeping(t, r, n_rows, scales, 0, kBlock, clean, next_band(t, r, kBlock));
         } else {
-          encode(t.row + r, t.col, n_rows, t.cols, scales, 0, kBlock, clean);
+          encode(t.row + r, t.col, n_rows, t.cols, scales, 0, kBlock, clean, next_band(t, r, kBlock));
         }
       }
       count(t);

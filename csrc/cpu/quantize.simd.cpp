@@ -16,11 +16,11 @@ namespace {
 // begins. The address may lie past the end of the tensor; asking for it does nothing then.
 TE_INLINE void expect_read(const void* p, int64_t offset, int64_t bytes) {
   const uintptr_t begin = reinterpret_cast<uintptr_t>(p) + uintptr_t(offset);
-  for (int64_t b = 0; b < (bytes < 1024 ? bytes : 1024); b += 64) __builtin_prefetch(reinterpret_cast<const void*>(begin + b), 0, 3);
+  for (int64_t b = 0; b < (bytes < 2048 ? bytes : 2048); b += 64) __builtin_prefetch(reinterpret_cast<const void*>(begin + b), 0, 3);
 }
 TE_INLINE void expect_write(const void* p, int64_t offset, int64_t bytes) {
   const uintptr_t begin = reinterpret_cast<uintptr_t>(p) + uintptr_t(offset);
-  for (int64_t b = 0; b < (bytes < 1024 ? bytes : 1024); b += 64) __builtin_prefetch(reinterpret_cast<const void*>(begin + b), 1, 3);
+  for (int64_t b = 0; b < (bytes < 2048 ? bytes : 2048); b += 64) __builtin_prefetch(reinterpret_cast<const void*>(begin + b), 1, 3);
 }
 
 template <typename T>
@@ -133,9 +133,9 @@ TE_INLINE void encode_span(const T* __restrict__ x, int64_t n, const float* __re
 
 template <int Code, bool Clean, typename T>
 void encode_rows_t(const T* x, int64_t ld, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group,
-                   uint8_t* out, int64_t out_ld) {
+                   int64_t ahead, uint8_t* out, int64_t out_ld) {
   for (int64_t r = 0; r < rows; ++r) {
-    expect_read(x, (r + 2) * ld * int64_t(sizeof(T)), cols * int64_t(sizeof(T)));
+    if (ahead > 0) expect_read(x, (r + ahead) * ld * int64_t(sizeof(T)), cols * int64_t(sizeof(T)));
     for (int64_t begin = 0, g = 0; begin < cols; begin += group, ++g) {
       const int64_t n = cols - begin < group ? cols - begin : group;
       encode_span<Code, Clean, false>(x + r * ld + begin, n, scales + r * scale_ld + g, out + r * out_ld + begin);
@@ -295,11 +295,11 @@ int64_t count_nonfinite(Matrix m, int64_t rows, int64_t cols) {
 }
 
 void encode_rows(Matrix m, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group, int64_t format,
-                 bool clean, uint8_t* out, int64_t out_ld) {
+                 bool clean, int64_t ahead, uint8_t* out, int64_t out_ld) {
   if (clean) {
-    TE_BY_FORMAT(format, TE_BY_DTYPE(m, (encode_rows_t<Code, true>(rows_of<T>(m), m.ld, rows, cols, scales, scale_ld, group, out, out_ld))))
+    TE_BY_FORMAT(format, TE_BY_DTYPE(m, (encode_rows_t<Code, true>(rows_of<T>(m), m.ld, rows, cols, scales, scale_ld, group, ahead, out, out_ld))))
   } else {
-    TE_BY_FORMAT(format, TE_BY_DTYPE(m, (encode_rows_t<Code, false>(rows_of<T>(m), m.ld, rows, cols, scales, scale_ld, group, out, out_ld))))
+    TE_BY_FORMAT(format, TE_BY_DTYPE(m, (encode_rows_t<Code, false>(rows_of<T>(m), m.ld, rows, cols, scales, scale_ld, group, ahead, out, out_ld))))
   }
 }
 
@@ -330,7 +330,6 @@ void copy_rows(const uint8_t* in, int64_t in_ld, int64_t rows, int64_t n, uint8_
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t c = 0; c < n; c += 64) stream_line(in + r * in_ld + c, out + r * out_ld + c);
     }
-    _mm_sfence();  // such writes are ordered with nothing else
     return;
   }
 #else

@@ -28,10 +28,11 @@ TE_SIMD_DECLARE(void, amax_cols, (Matrix m, int64_t rows, int64_t cols, uint32_t
 TE_SIMD_DECLARE(uint32_t, scales_from_amax,
                 (const uint32_t* amax, int64_t n, float max, bool pow2, float* scale, float* scale_inv))
 TE_SIMD_DECLARE(int64_t, count_nonfinite, (Matrix m, int64_t rows, int64_t cols))
-// out[r, c] = encode(x[r, c] * scales[r * scale_ld + c / group]). clean: no product is NaN or above the format's maximum.
+// out[r, c] = encode(x[r, c] * scales[r * scale_ld + c / group]). ahead: while a row is encoded, the row that many rows further is
+// fetched (0: none). clean: no product is NaN or above the format's maximum.
 TE_SIMD_DECLARE(void, encode_rows,
                 (Matrix m, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group, int64_t format,
-                 bool clean, uint8_t* out, int64_t out_ld))
+                 bool clean, int64_t ahead, uint8_t* out, int64_t out_ld))
 // out[r, c] = encode(x[r, c] * scales[(r / group) * scale_ld + c])
 TE_SIMD_DECLARE(void, encode_cols,
                 (Matrix m, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group, int64_t format,
@@ -39,8 +40,8 @@ TE_SIMD_DECLARE(void, encode_cols,
 // out[c, r] = in[r, c]
 TE_SIMD_DECLARE(void, transpose_bytes,
                 (const uint8_t* in, int64_t in_ld, int64_t rows, int64_t cols, uint8_t* out, int64_t out_ld))
-// out[r, c] = in[r, c] for n bytes a row. stream: past the caches, where the addresses allow it; the writes are visible to other
-// threads when the call returns.
+// out[r, c] = in[r, c] for n bytes a row. stream: past the caches, where the addresses allow it; such writes are ordered with nothing
+// else before a store fence.
 TE_SIMD_DECLARE(void, copy_rows,
                 (const uint8_t* in, int64_t in_ld, int64_t rows, int64_t n, uint8_t* out, int64_t out_ld, bool stream))
 // y[c] = decode(in[c]) * scales[c / group], c < cols; y is float32 or bfloat16.

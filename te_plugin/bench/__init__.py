@@ -12,6 +12,7 @@ from te_plugin.config import ConfigError
 
 BENCHMARKS = {
     "attention": "te_plugin.bench.attention",
+    "quantize": "te_plugin.bench.quantize",
 }
 
 
