@@ -132,7 +132,20 @@ def measure(inputs: Inputs, seconds: float) -> list[Row]:
     errors |= {"copy of the same bytes": 0.0, "torch eager, tensor": inputs.eager_error()}
     moved = BYTES_PER_VALUE * inputs.x.numel()
     cost = call_cost_us(lambda x=torch.ones(1, 16, dtype=torch.bfloat16): quantize(x, "e4m3", "tensor", transpose=True))
-    return [Row("quantise with transpose", str(inputs.case), name, ours=name.startswith("cpu"), ms=took.median * 1e3, ms_low=took.low * 1e3,
-                ms_high=took.high * 1e3, rate=moved / took.median / 1e9, unit="GB/s", rel_error=errors[name],
-                cpu_us=cost if name == "cpu, tensor" else None, turns=took.turns)
-            for name, took in timings.items()]  # fmt: skip
+    return [
+        Row(
+            op="quantise with transpose",
+            case=str(inputs.case),
+            kernel=name,
+            ours=name.startswith("cpu"),
+            ms=took.median * 1e3,
+            ms_low=took.low * 1e3,
+            ms_high=took.high * 1e3,
+            rate=moved / took.median / 1e9,
+            unit="GB/s",
+            rel_error=errors[name],
+            cpu_us=cost if name == "cpu, tensor" else None,
+            turns=took.turns,
+        )
+        for name, took in timings.items()
+    ]
