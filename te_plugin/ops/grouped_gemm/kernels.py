@@ -40,6 +40,8 @@ SM90 = register(Kernel(name="sm90", op="grouped_gemm", supports=_sm90_supports, 
 
 
 def _composite_supports(problem: GroupedGemmProblem, target: Target) -> Supported | Unsupported:
+    if target.framework == "jax":
+        return Unsupported("reads the group sizes on the host, which a traced JAX computation cannot")
     return Supported("a loop over experts in framework maths; reads the group sizes on the host")
 
 

@@ -32,6 +32,8 @@ SM90 = register(Kernel(name="sm90", op="norm", supports=_sm90_supports, library=
 
 
 def _composite_supports(problem: NormProblem, target: Target) -> Supported | Unsupported:
+    if target.framework == "jax":
+        return Unsupported("has no JAX form: XLA fuses plain jax.numpy at least as well")
     return Supported("framework maths")
 
 
