@@ -1,0 +1,102 @@
+"""te_plugin.jax against the oracle: every function, every kernel it can plan, few shapes (XLA compiles anew for each)."""
+
+import numpy as np
+import pytest
+
+from te_plugin import oracle
+from te_plugin.numerics import FORMATS, GRANULARITIES, SCALINGS
+from te_plugin.ops.grouped_gemm.problem import GroupedGemmProblem
+from te_plugin.ops.norm.problem import NormProblem
+from te_plugin.plan import Target, registered
+
+from .reference import rounded
+
+jax = pytest.importorskip("jax")
+jnp = pytest.importorskip("jax.numpy")
+tj = pytest.importorskip("te_plugin.jax")
+
+DTYPE = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+BOUND = {"fp32": 5e-6, "bf16": 6e-3}
+
+
+def kernels(problem) -> list[str]:
+    """Kernels that JAX can plan on this machine."""
+    return [k.name for k in registered(problem.op) if k.supports(problem, Target("cpu", "jax"))]
+
+
+def f64(x) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def with_gradients(function, inputs, dy, dtype) -> list[np.ndarray]:
+    """[y, gradient of each input] in float64."""
+    y, pull = jax.vjp(function, *(jnp.asarray(x, dtype=DTYPE[dtype]) for x in inputs))
+    return [f64(y), *(f64(g) for g in pull(jnp.asarray(dy, dtype=y.dtype)))]
+
+
+def assert_close(got, want, dtype):
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        found = oracle.compare(a, b, BOUND[dtype])
+        assert found.relative <= BOUND[dtype], f"{'y' if i == 0 else f'gradient {i}'}: {found}"
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "e4m3_fnuz"])
+def test_quantise_is_bit_equal_to_the_oracle(granularity, fmt, rng):
+    x = (rng.standard_normal((70, 160)) * 10 ** rng.uniform(-3, 3, (70, 1))).astype(np.float32)
+    x[3], x[5, 7] = 0, np.nan if granularity != "tensor" else 1
+    made = tj.quantize(jnp.asarray(x), fmt, granularity, transpose=True)
+    row, column = oracle.quantize_transpose(x, FORMATS[fmt], granularity)
+    for data, scale_inv, want in ((made.data, made.scale_inv, row), (made.data_t, made.scale_inv_t, column)):
+        assert np.array_equal(np.asarray(data).view(np.uint8), want.data)
+        assert np.array_equal(np.asarray(scale_inv), want.scale_inv, equal_nan=granularity != "mx")
+    values = tj.dequantize(made.data, made.scale_inv, granularity)
+    np.testing.assert_array_equal(np.asarray(values), oracle.dequantize(row).astype(np.float32))
+
+
+@pytest.mark.parametrize("precision,dtype", [("fp32", "fp32"), ("bf16", "bf16"), *((p, "fp32") for p in SCALINGS)])
+def test_linear_equals_the_oracle(precision, dtype, rng):
+    n, k = (256, 128) if precision == "fp8_block" else (96, 64)
+    x, weight, dy = (rounded(rng.standard_normal(s), dtype) for s in ((50, k), (n, k), (50, n)))
+    given = dict(activation=100.0, weight=90.0, gradient=8000.0) if precision == "fp8_delayed" else None
+    options = {"scales": jnp.asarray(list(given.values()), jnp.float32)} if given else {}
+    got = with_gradients(lambda x, w: tj.linear(x, w, None, precision, **options), (x, weight), dy, dtype)
+    want = [oracle.linear(x, weight, None, precision, scales=given), oracle.linear_dgrad(dy, weight, precision, scales=given),
+            oracle.linear_wgrad(dy, x, precision, scales=given)]  # fmt: skip
+    assert_close(got, want, dtype)
+
+
+@pytest.mark.report("tgale96/grouped_gemm#36")
+@pytest.mark.parametrize("kernel", kernels(GroupedGemmProblem(35, 48, 64, 4)))
+@pytest.mark.parametrize("precision,dtype", [("fp32", "fp32"), ("bf16", "bf16"), ("fp8_current", "fp32")])
+def test_grouped_linear_equals_the_oracle(kernel, precision, dtype, rng):
+    sizes, rows = [5, 0, 20, 7], 35
+    x, weight, dy = (rounded(rng.standard_normal(s), dtype) for s in ((rows, 64), (4, 48, 64), (rows, 48)))
+    x[32:], dy[32:] = np.nan, np.nan
+    run = lambda x, w: tj.grouped_linear(x, w, jnp.asarray(sizes), precision, kernel=kernel, fallback="allow")  # noqa: E731
+    got = with_gradients(run, (x, weight), dy, dtype)
+    want = [oracle.grouped_linear(x, weight, sizes, precision), *oracle.grouped_linear_backward(dy, x, weight, sizes, precision)]
+    assert_close(got, want, dtype)
+    assert (got[2][1] == 0).all() and (got[0][32:] == 0).all() and (got[1][32:] == 0).all()
+
+
+@pytest.mark.parametrize("kernel", kernels(NormProblem(33, 64)))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_pointwise_functions_equal_the_oracle(kernel, dtype, rng):
+    x, weight, dy = (rounded(rng.standard_normal(s), dtype) for s in ((33, 64), (64,), (33, 64)))
+    got = with_gradients(lambda x, w: tj.rms_norm(x, w, kernel=kernel), (x, weight), dy, dtype)
+    assert_close(got, [oracle.rms_norm_forward(x, weight)[0], *oracle.rms_norm_backward(dy, x, weight)], dtype)
+    half = dy[:, :32]
+    got = with_gradients(lambda x: tj.swiglu(x, kernel=kernel), (x,), half, dtype)
+    assert_close(got, [oracle.swiglu_forward(x), oracle.swiglu_backward(half, x)], dtype)
+    x, dy = x.reshape(33, 2, 32), dy.reshape(33, 2, 32)
+    positions, inv_freq = rng.integers(0, 5000, 33), oracle.rope_inv_freq(32)
+    rope = lambda x: tj.rope(x, jnp.asarray(positions), inv_freq=jnp.asarray(inv_freq), kernel=kernel)  # noqa: E731
+    got = with_gradients(rope, (x,), dy, dtype)
+    assert_close(got, [oracle.rope(x, positions, inv_freq), oracle.rope(dy, positions, inv_freq, inverse=True)], dtype)
+    logits, labels, dloss = x.reshape(33, 64), rng.integers(0, 64, 33), rounded(rng.standard_normal(33), "fp32")
+    labels[::4] = -100
+    got = with_gradients(lambda x: tj.cross_entropy(x, jnp.asarray(labels), kernel=kernel), (logits,), dloss, dtype)
+    assert_close(
+        got, [oracle.cross_entropy_forward(logits, labels)[0], oracle.cross_entropy_backward(dloss, logits, labels)], dtype
+    )
