@@ -15,6 +15,7 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from te_plugin.importing import ImportedWeights, is_weights_folder
 from te_plugin.megatron.arguments import take_shard
 from te_plugin.megatron.linear import ParallelLinear
 from te_plugin.weights import initial_value, llama_weights
@@ -48,7 +49,14 @@ def fill(model: torch.nn.Module, model_config, source: Source) -> None:
 
 
 def initialise(model: torch.nn.Module, cfg) -> None:
-    """Initial weights of a run (config.Config): a pure function of cfg.run.seed and each weight's name."""
+    """Initial weights of a run (config.Config): imported ones where run.init_from names a folder of import-hf, otherwise a
+    pure function of cfg.run.seed and each weight's name.
+    """
+    if cfg.run.init_from is not None and is_weights_folder(cfg.run.init_from):
+        imported = ImportedWeights(cfg.run.init_from)
+        imported.check(cfg.model)
+        fill(model, cfg.model, imported.torch_source())
+        return
     known = llama_weights(cfg.model, cfg.moe.num_experts, cfg.moe.ffn_hidden_size)
     fill(model, cfg.model, lambda name: initial_value(known[name], cfg.run.seed))
 

@@ -16,6 +16,7 @@ from te_plugin.config import Config, ConfigError, recipe_hash, to_yaml
 from te_plugin.convergence.check import RunFacts, judge
 from te_plugin.convergence.golden import Arm, Golden, golden_path
 from te_plugin.convergence.verdict import VERDICT_FILE, Verdict
+from te_plugin.importing import is_weights_folder
 from te_plugin.training import checkpoint as ckpt
 from te_plugin.training import distributed
 from te_plugin.training.adapter import Adapter
@@ -150,9 +151,9 @@ class _Run:
             if float(self.resume_from.info.get("loss", 0.0)) < math.log(self.cfg.model.vocab_size):
                 loop.require_active_weights(f"checkpoint {self.resume_from.path}")
         elif self.cfg.run.init_from is not None:
-            source = ckpt.find(self.cfg.run.init_from)
-            self.engine.init_from(source)
-            loop.require_active_weights(f"run.init_from={source.path}")
+            if not is_weights_folder(self.cfg.run.init_from):  # imported weights are in the model since it was built
+                self.engine.init_from(ckpt.find(self.cfg.run.init_from))
+            loop.require_active_weights(f"run.init_from={self.cfg.run.init_from}")
         tracker.resume(start + 1)
         tracker.config(asdict(self.cfg))
         if start and self.world.is_main:

@@ -97,3 +97,26 @@ def test_sizes_that_differ_from_the_run_are_all_named(tmp_path):
     model = compose(["recipe=llama_tiny"]).model
     with pytest.raises(ConfigError, match="num_layers: 4 in the run, 2 in the weights.*head_dim: 128"):
         weights.check(model)
+
+
+def test_a_run_starts_from_imported_weights(tmp_path):
+    """The held-out loss of step 1 is that of the imported model, and a model of other sizes is refused by name."""
+    import te_plugin.megatron as megatron
+
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=128,
+        vocab_size=384, rms_norm_eps=1e-5, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    torch.manual_seed(1)
+    source = transformers.LlamaForCausalLM(config).float()
+    source.save_pretrained(tmp_path / "hf")
+    import_weights(tmp_path / "hf", tmp_path / "out", dtype="fp32")
+    cfg = compose(["recipe=llama_tiny", "precision=fp32", f"run.init_from={tmp_path / 'out'}"])
+    megatron.initialize(cfg)
+    model = megatron.build_gpt(cfg, torch.device("cpu"))
+    found = dict(megatron.common_weights(model, cfg.model))
+    expected = source.state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    cfg.model.norm_eps = 1e-6
+    with pytest.raises(ConfigError, match="norm_eps: 1e-06 in the run, 1e-05 in the weights"):
+        megatron.build_gpt(cfg, torch.device("cpu"))
