@@ -1,6 +1,6 @@
 """Benchmarks behind `te-plugin bench`, one module each, with run(Options) -> Report.
 
-A new benchmark is a module here and a line in BENCHMARKS; timing, table, JSON file and picture come from harness.py.
+A new benchmark is a module here and an entry in BENCHMARKS; timing, table, JSON file and picture come from harness.py.
 """
 
 from __future__ import annotations
@@ -10,10 +10,19 @@ from dataclasses import dataclass
 
 from te_plugin.config import ConfigError
 
+# name -> device -> module. On a machine with a GPU the benchmark of the GPU is taken where there is one.
 BENCHMARKS = {
-    "attention": "te_plugin.bench.attention",
-    "quantize": "te_plugin.bench.quantize",
+    "attention": {"cpu": "te_plugin.bench.attention"},
+    "quantize": {"cpu": "te_plugin.bench.quantize", "cuda": "te_plugin.bench.quantize_gpu"},
+    "gemm": {"cuda": "te_plugin.bench.gemm"},
+    "grouped": {"cuda": "te_plugin.bench.grouped"},
 }
+
+
+def module_of(name: str, has_gpu: bool) -> str | None:
+    """The module of a benchmark on this machine; None when it needs a GPU that is not here."""
+    devices = BENCHMARKS[name]
+    return devices.get("cuda") if has_gpu and "cuda" in devices else devices.get("cpu")
 
 
 @dataclass(frozen=True)

@@ -65,14 +65,10 @@ def measure(name: str, m: int, n: int, k: int, seconds: float) -> list[Row]:
     for op, (code, grain_a, grain_b) in KINDS.items():
         (qa, sa), (qb, sb) = cuda.quantize(a, grain_a), cuda.quantize(b, grain_b)
         want = (
-            (cuda.dequantize(qa, sa, grain_a)[rows].double() @ cuda.dequantize(qb, sb, grain_b).double().t())
-            .cpu()
-            .numpy()
+            (cuda.dequantize(qa, sa, grain_a)[rows].double() @ cuda.dequantize(qb, sb, grain_b).double().t()).cpu().numpy()
         )
         calls = {
-            "sm90": lambda qa=qa, qb=qb, sa=sa, sb=sb, code=code: cuda.function("gemm_fp8")(
-                qa, qb, sa, sb, c, 0, 0, code, 0
-            )
+            "sm90": lambda qa=qa, qb=qb, sa=sa, sb=sb, code=code: cuda.function("gemm_fp8")(qa, qb, sa, sb, c, 0, 0, code, 0)
         }
         record(op, calls | _cublaslt(op, qa, qb, sa, sb), want)
     want = (a[rows].double() @ b.double().t()).cpu().numpy()

@@ -123,10 +123,7 @@ def wgrad(name: str, sizes: tuple[int, ...], seconds: float) -> list[Row]:
         (qd, sd), (qx, sx) = cuda.quantize(dy_t, grain), cuda.quantize(x_t, grain)
         first = slice(0, sizes[0])
         want = (
-            (
-                cuda.dequantize(qd, sd, grain)[samples, first].double()
-                @ cuda.dequantize(qx, sx, grain)[:, first].double().t()
-            )
+            (cuda.dequantize(qd, sd, grain)[samples, first].double() @ cuda.dequantize(qx, sx, grain)[:, first].double().t())
             .cpu()
             .numpy()
         )

@@ -140,9 +140,7 @@ def fused(kind: str, seconds: float) -> list[Row]:
     code = GRANULARITY_CODE[granularity]
     w, rstd = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16), torch.empty(ROWS, device="cuda")
     norm = cuda.Turns(
-        lambda x: cuda.function("rms_norm_quantize")(
-            x, None, w, None, rstd, scale, *out, *turned, stats, 1e-5, code, 0, 0
-        ),
+        lambda x: cuda.function("rms_norm_quantize")(x, None, w, None, rstd, scale, *out, *turned, stats, 1e-5, code, 0, 0),
         *[(_random(ROWS, HIDDEN),) for _ in range(6)],
     )
     x = norm.sets[0][0]

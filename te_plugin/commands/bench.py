@@ -10,7 +10,7 @@ import importlib
 from argparse import Namespace
 from pathlib import Path
 
-from te_plugin.bench import BENCHMARKS, Options
+from te_plugin.bench import BENCHMARKS, Options, module_of
 from te_plugin.commands.report import console
 from te_plugin.config import ConfigError
 
@@ -35,8 +35,17 @@ def run(args: Namespace) -> int:
         set_threads(args.threads)
     options = Options(tuple(args.case), args.dtype, args.seconds)
     out = console()
+    import torch
+
+    has_gpu = torch.cuda.is_available()
     for name in (args.benchmark,) if args.benchmark else BENCHMARKS:
-        report = importlib.import_module(BENCHMARKS[name]).run(options)
+        module = module_of(name, has_gpu)
+        if module is None:
+            if args.benchmark:
+                raise ConfigError(f"bench {name} measures GPU kernels, and torch sees no GPU on this machine; run it on one")
+            out.print(f"bench {name}: skipped, it needs a GPU")
+            continue
+        report = importlib.import_module(module).run(options)
         report.print(out)
         for path in report.write(Path("docs/results" if args.save else "runs/bench")):
             out.print(f"wrote {path}")
