@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
 
 import te_plugin.torch as tp
-import torch
 
 PRECISIONS = ["bf16", "fp8_current", "fp8_rowwise", "fp8_block", "mxfp8"]
 

@@ -1,10 +1,10 @@
 """convert(): what it swaps, what it leaves alone and why, and that the model still computes the same."""
 
 import pytest
-
-import te_plugin.torch as tp
 import torch
 from torch import nn
+
+import te_plugin.torch as tp
 
 
 class Block(nn.Module):
