@@ -23,7 +23,7 @@ def run(tmp_path, steps, *overrides):
     [
         (20, ["testing.sabotage=no_document_mask"], "curve"),
         (20, ["optim.lr=4e-3"], "curve"),
-        (32, ["testing.sabotage=dq_slot0"], "curve"),
+        (64, ["testing.sabotage=dq_slot0"], "curve"),
     ],
     ids=["no_document_mask", "doubled_lr", "dq_slot0"],
 )
