@@ -37,7 +37,8 @@ def load(name: str):
     try:
         return tvm_ffi.load_module(str(path))
     except Exception as error:  # the loader's own exception types differ between its releases
-        raise LibraryError(f"library {name!r} at {path} does not load with apache-tvm-ffi {tvm_ffi.__version__}: {error}") from error
+        found = f"apache-tvm-ffi {tvm_ffi.__version__}"
+        raise LibraryError(f"library {name!r} at {path} does not load with {found}: {error}") from error
 
 
 @functools.cache

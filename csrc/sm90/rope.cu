@@ -62,7 +62,7 @@ void rope(TensorView x, TensorView positions, TensorView inv_freq, TensorView y,
   TE_CHECK(x.ndim() == 3, "x must be [T, H, D], got " << shape_text(x));
   const int64_t tokens = x.size(0), H = x.size(1), D = x.size(2);
   TE_CHECK(D > 0 && D % 2 == 0 && D <= 4096, "head dim " << D << " must be even and at most 4096");
-  TE_CHECK(x.stride(2) == 1, "x must have innermost stride 1");
+  TE_CHECK(x.numel() == 0 || x.stride(2) == 1, "x must have innermost stride 1");
   check_i32(positions, "positions");
   check_shape(positions, "positions", {tokens});
   check_f32(inv_freq, "inv_freq");

@@ -18,6 +18,8 @@ ROWS = [0, 1, 8, 15, 16, 17, 32, 50, 63, 64, 133]
 CURRENT = [name for name, kind in SCALINGS.items() if not kind.delayed]
 # The result's own rounding, plus FP32 accumulation.
 BOUND = {"fp32": 3e-6, "bf16": 3e-3}
+# Hopper's FP8 tensor cores keep about 14 bits while they accumulate, so an FP32 result on a GPU is no better than this.
+FP8_TENSOR_CORE_BOUND = 1e-4
 # Against unquantised operands, normal data. E4M3 rounds an operand by 0.026 and a product by 0.0375 whatever its scale (a block
 # scale cannot go below 0.036); E5M2 gradients by 0.055.
 FORMAT_BOUND = {"e4m3": 4e-2, "e5m2": 6.5e-2}
@@ -63,10 +65,12 @@ def test_any_number_of_rows_equals_the_oracle(implementation, precision, dtype, 
             "dw": oracle.linear_wgrad(dy, x, precision),
             "db": dy.sum(axis=0),
         }
+        on_tensor_cores = implementation.runner.device == "cuda" and implementation.kernel.name in ("sm90", "cublaslt")
+        bound = max(BOUND[dtype], FP8_TENSOR_CORE_BOUND) if on_tensor_cores else BOUND[dtype]
         for name in want:
-            found = oracle.compare(got[name], want[name], BOUND[dtype])
+            found = oracle.compare(got[name], want[name], bound)
             # Adding the bias rounds once more.
-            assert found.relative <= 2 * BOUND[dtype], f"{m} rows, {name}: {found}"
+            assert found.relative <= 2 * bound, f"{m} rows, {name}: {found}"
 
 
 @pytest.mark.parametrize("precision", CURRENT)

@@ -70,7 +70,7 @@ def through_torch(implementation, problem: QuantizeProblem, x: np.ndarray, scale
 
 
 RUN = {"raw": raw, "torch": through_torch}
-IMPLEMENTATIONS = [i for i in implementations("quantize") if i.runner.name in RUN]
+IMPLEMENTATIONS = [i for i in implementations("quantize") if i.runner.name in RUN and i.supports(QuantizeProblem(1, 1))]
 
 
 def host(x: torch.Tensor) -> np.ndarray:
@@ -126,8 +126,14 @@ def test_codes_scales_and_statistics_are_bit_equal_to_the_oracle(implementation,
     assert ran, "the kernel refuses this granularity altogether: it should not be registered for it"
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("implementation", [parameter(i, name="given-scale") for i in IMPLEMENTATIONS])
+def formats_of(implementation) -> list[str]:
+    return [name for name in FORMATS if implementation.supports(QuantizeProblem(1, 1, format=name))]
+
+
+GIVEN = [parameter(i, fmt, name=f"given-scale-{fmt}") for i in IMPLEMENTATIONS for fmt in formats_of(i)]
+
+
+@pytest.mark.parametrize("implementation,fmt", GIVEN)
 def test_a_given_scale_saturates_and_keeps_nan(implementation, fmt, rng):
     for shape in SHAPES:
         for dtype in ("fp32", "bf16"):
@@ -139,7 +145,7 @@ def test_a_given_scale_saturates_and_keeps_nan(implementation, fmt, rng):
 
 @pytest.mark.parametrize("implementation", [parameter(i, name="all-codes") for i in IMPLEMENTATIONS])
 def test_every_value_near_a_rounding_boundary_rounds_to_even(implementation):
-    for fmt in FORMATS.values():
+    for fmt in (FORMATS[name] for name in formats_of(implementation)):
         finite = fmt.decode(np.arange(256, dtype=np.uint8))
         finite = np.sort(finite[np.isfinite(finite)].astype(np.float64))
         middle = ((finite[1:] + finite[:-1]) / 2).astype(np.float32)
