@@ -11,7 +11,7 @@ or, as one command, `python -m te_plugin.maxtext.train CONFIG.yml key=value ...`
 
 from __future__ import annotations
 
-from te_plugin.maxtext.install import SeamError, install
+from te_plugin.maxtext.seams import SeamError, install
 
 __all__ = ["SeamError", "TePluginConfig", "install"]
 

@@ -19,8 +19,8 @@ from flax import nnx
 from te_plugin import numerics
 from te_plugin.config import ConfigError
 from te_plugin.jax.quantize import scale_from_amax
-from te_plugin.maxtext.install import install
 from te_plugin.maxtext.rows import BATCH_KEYS, maxtext_rows
+from te_plugin.maxtext.seams import install
 from te_plugin.maxtext.segments import check_segments
 from te_plugin.maxtext.settings import base_config, settings, uses_scaled_rope
 from te_plugin.maxtext.train_step import maxtext_loss, optimizer, train_step

@@ -16,7 +16,7 @@ def initialize(argv: Sequence[str], **overrides):
     from maxtext.utils import train_utils
 
     from te_plugin.maxtext.config import TePluginConfig
-    from te_plugin.maxtext.install import install
+    from te_plugin.maxtext.seams import install
 
     install()
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
