@@ -204,8 +204,13 @@ def _mirrors_attention() -> bool:
 RUNNERS = runners()
 
 
-def implementations(op: str) -> list[Implementation]:
-    return [Implementation(r, kernel) for kernel in registered(op) for r in RUNNERS if r.can_call(kernel)]
+def implementations(op: str, problem=None) -> list[Implementation]:
+    """Every registered kernel as every runner of this machine calls it; with `problem`, those whose plan takes that one.
+
+    A kernel of another architecture (sm90 on a machine without a GPU) is refused by its plan.
+    """
+    found = [Implementation(r, kernel) for kernel in registered(op) for r in RUNNERS if r.can_call(kernel)]
+    return found if problem is None else [i for i in found if i.supports(problem)]
 
 
 def parameter(implementation: Implementation, *values, name: str):

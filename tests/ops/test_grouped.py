@@ -30,6 +30,9 @@ FEATURES = {"fp8_block": (256, 128), "mxfp8": (96, 64)}
 BOUND = {"fp32": 3e-6, "bf16": 4e-3}
 
 
+USABLE = implementations("grouped_gemm", GroupedGemmProblem(7, 48, 32, 3, "fp32", "fp32"))
+
+
 def grid():
     for rows, sizes in GROUPS:
         for precision in PRECISIONS:
@@ -72,7 +75,7 @@ def test_grouped_linear_is_the_loop_over_experts(implementation, rows, sizes, pr
 
 
 @pytest.mark.report("tgale96/grouped_gemm#36")
-@pytest.mark.parametrize("implementation", [i for i in implementations("grouped_gemm") if i.runner.name == "torch"], ids=str)
+@pytest.mark.parametrize("implementation", [i for i in USABLE if i.runner.name == "torch"], ids=str)
 def test_an_empty_expert_gives_the_same_finite_bits_ten_times(implementation, rng):
     x, weight, dy = (rng.standard_normal(s, dtype=np.float32) for s in ((7, 32), (3, 48, 32), (7, 48)))
     first = run(implementation, x, weight, [4, 0, 3], dy, "bf16", "fp32")
@@ -83,7 +86,7 @@ def test_an_empty_expert_gives_the_same_finite_bits_ten_times(implementation, rn
     assert (first["dw"][1] == 0).all()
 
 
-@pytest.mark.parametrize("implementation", [i for i in implementations("grouped_gemm") if i.runner.name == "raw"], ids=str)
+@pytest.mark.parametrize("implementation", [i for i in USABLE if i.runner.name == "raw"], ids=str)
 def test_exported_products_write_every_element_and_accumulate_exactly_once(implementation, rng):
     runner = implementation.runner
     for dtype in ("fp32", "bf16"):
