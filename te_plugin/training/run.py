@@ -89,7 +89,7 @@ class _Run:
             order_hash=data.order_hash(min(data.rows_per_epoch, 4096)),
             init_hash=engine.init_hash(),
             vocab_size=cfg.model.vocab_size,
-            planned_steps=self.schedule.last_step,
+            planned_steps=self.schedule.total_steps,
             context_free_entropy=_entropy_of(cfg, data) if world.is_main else None,
         )
         tracker = self._make_tracker()
