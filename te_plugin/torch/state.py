@@ -32,6 +32,7 @@ class DelayedScaling(nn.Module):
         self.register_buffer("history", torch.zeros(3, history_len, dtype=torch.float32, device=device))
         self.register_buffer("scale", torch.ones(3, dtype=torch.float32, device=device))
         self.register_buffer("seen", torch.zeros(3, dtype=torch.float32, device=device))
+        self.register_buffer("fresh", torch.ones(3, dtype=torch.float32, device=device), persistent=False)
 
     def format(self, operand: int) -> numerics.Fp8Format:
         return self.scaling.gradient_format if operand == 2 else self.scaling.forward_format
@@ -68,12 +69,18 @@ class DelayedScaling(nn.Module):
 
     @torch.no_grad()
     def calibrate(self, x: torch.Tensor, operand: str) -> None:
-        """Give an operand the scale of these values and a history that holds nothing older; not finite: scale 1."""
+        """Give an operand the scale of these values and a history that holds nothing older; not finite: scale 1.
+
+        Only the first time: `fresh` says so on the device, because a traced graph repeats this call at every step.
+        """
         index = self.OPERANDS.index(operand)
+        fresh = self.fresh[index:index + 1] > 0
         amax = x.detach().abs().max().float().reshape(1) if x.numel() else self.scale.new_zeros(1)
         amax = torch.where(torch.isfinite(amax), amax, 0.0)
-        self.history[index].zero_()
-        self.scale[index:index + 1] = scale_from_amax(amax, self.format(index))
+        self.history[index].copy_(torch.where(fresh, 0.0, self.history[index]))
+        scale = self.scale[index:index + 1]
+        scale.copy_(torch.where(fresh, scale_from_amax(amax, self.format(index)), scale))
+        self.fresh[index] = 0
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         key = prefix + "history"
@@ -144,7 +151,8 @@ class LinearState(nn.Module):
                 # tokens makes them far smaller than E5M2's smallest value), and after a plain checkpoint was loaded the scale
                 # of the random weights would clip the loaded ones.
                 self.delayed.calibrate(x, operand)
-                self._uncalibrated.discard(operand)
+                if not torch.compiler.is_compiling():
+                    self._uncalibrated.discard(operand)
             made = self.delayed.quantize(x, operand, transpose, record)
         else:
             made = quantize_2d(x, operand_options(self.kind, operand, self.pow2_scale, transpose))
@@ -176,6 +184,7 @@ class LinearState(nn.Module):
         if self.delayed is not None:
             known = prefix + "delayed.scale" in state_dict
             self._uncalibrated = set() if known else set(DelayedScaling.OPERANDS)
+            self.delayed.fresh.fill_(0.0 if known else 1.0)
 
 
 def operand_options(kind: numerics.Scaling, operand: str, pow2: bool, transpose: bool) -> QuantizeOptions:

@@ -97,6 +97,9 @@ def test_linear_equals_eager_in_every_precision(precision, dtype, rng):
             y = run(leaf)
             y.backward(dy)
             steps += [y.detach(), leaf.grad]
+            if precision == "fp8_delayed":
+                layer.state.advance()
+                steps += [layer.state.delayed.scale.clone(), layer.state.delayed.history.clone()]
         results.append([*steps, layer.weight.grad])
     for eager, compiled in zip(*results, strict=True):
         assert torch.equal(eager, compiled)
