@@ -49,4 +49,4 @@ def test_a_file_without_the_markers_is_refused(tmp_path):
 
 def test_the_readme_holds_the_current_matrix():
     text = README.read_text(encoding="utf-8")
-    assert support_matrix.renewed(text, "README.md") == text, "run: python -m te_plugin.support_matrix --write README.md"
+    assert support_matrix.BLOCK.renewed(text, "README.md") == text, "run: python -m te_plugin.support_matrix --write README.md"
