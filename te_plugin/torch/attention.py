@@ -12,7 +12,7 @@ import torch
 
 from te_plugin.ops.attention.problem import AttentionProblem
 from te_plugin.plan import Plan, plan
-from te_plugin.torch import launches
+from te_plugin.torch import fp8_attention, launches
 from te_plugin.torch.call import check_int32, define, dtype_name, launch, scratch, target_of
 from te_plugin.torch.options import Options
 
@@ -55,6 +55,8 @@ def _forward(q, k, v, cu_q, cu_k, start_q, start_k, options):
 
 def run_forward(chosen: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
     """out[Tq,H,D], lse[H,Tq] by a given plan."""
+    if chosen.problem.precision == "fp8":
+        return fp8_attention.forward(chosen, q, k, v, cu_q, cu_k, start_q, start_k)
     if chosen.kernel.library is None:
         from te_plugin.torch import framework_attention
 
@@ -77,6 +79,8 @@ def _backward(dout, q, k, v, out, lse, cu_q, cu_k, start_q, start_k, options):
 
 def run_backward(chosen: Plan, dout, q, k, v, out, lse, cu_q, cu_k, start_q, start_k):
     """dq, dk, dv by a given plan; scratch is what the plan says."""
+    if chosen.problem.precision == "fp8":
+        return fp8_attention.backward(chosen, _innermost_contiguous(dout), q, k, v, out, lse, cu_q, cu_k, start_q, start_k)
     if chosen.kernel.library is None:
         from te_plugin.torch import framework_attention
 

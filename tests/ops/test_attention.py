@@ -164,7 +164,10 @@ def test_fp8_attention_stays_within_its_bound(implementation, case):
     result = implementation.runner.attention(
         case, rounded_inputs(case, "bf16"), "bf16", implementation.kernel.name, precision="fp8"
     )
-    check_attention(case, result, attention_answer(case, "bf16"), BOUNDS["fp8"])
+    # A score's rounding error grows with the softmax scale, and the log-sum-exp takes it over.
+    steep = max(1.0, (case.scale or 0.0) * case.head_dim**0.5)
+    bound = dataclasses.replace(BOUNDS["fp8"], lse=BOUNDS["fp8"].lse * steep)
+    check_attention(case, result, attention_answer(case, "bf16"), bound)
 
 
 @pytest.mark.parametrize("kernel", registered("attention"), ids=lambda k: k.name)

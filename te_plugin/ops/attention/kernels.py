@@ -73,6 +73,30 @@ CPU = register(Kernel(
 ))
 
 
+def _cpu_fp8_supports(problem: AttentionProblem, target: Target) -> Supported | Unsupported:
+    reason = first_reason(
+        wrong_arch(target, "cpu"),
+        wrong_dtype(problem.dtype, *FLOAT_DTYPES),
+        "quantises its operands; ask with precision=fp8" if problem.precision != "fp8" else None,
+        "is wired for torch only" if target.framework == "jax" else None,
+        f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}" if problem.head_dim > MAX_HEAD_DIM else None,
+        _bf16_dq_reason(problem),
+    )
+    return Unsupported(reason) if reason else Supported("reference: FP8 operands, P and dS, multiplied in FP32")
+
+
+CPU_FP8 = register(Kernel(
+    name="cpu_fp8",
+    op="attention",
+    supports=_cpu_fp8_supports,
+    library="cpu",
+    entry_points={"quantize": "attention_quantize", "forward": "attention_fp8_forward", "backward": "attention_fp8_backward"},
+    buffers=dq_buffers,
+    attributes=attributes,
+    describe_layout=describe_layout,
+))
+
+
 def _flash_supports(problem: AttentionProblem, target: Target) -> Supported | Unsupported:
     reason = first_reason(
         wrong_arch(target, "sm90", "sm100"),
