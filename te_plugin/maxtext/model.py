@@ -61,17 +61,18 @@ def _quiet():
 class TrainedModel:
     """The model of a run on its devices, with the optimizer and the compiled step.
 
+    overrides: keys of MaxText's configuration, over those of settings.py.
     state: nnx.State of MaxText's TrainStateNNX (model, optimizer), sharded as MaxText shards it.
     """
 
-    def __init__(self, cfg, learning_rate: Callable[[Any], Any], devices: list | None = None):
+    def __init__(self, cfg, learning_rate: Callable[[Any], Any], devices: list | None = None, **overrides):
         from maxtext.common.train_state_nnx import TrainStateNNX
         from maxtext.utils import maxtext_utils, model_creation_utils, sharding
 
         install()
         self.cfg = cfg
         self.devices = jax.devices() if devices is None else devices
-        self.config = initialize_config(cfg, len(self.devices))
+        self.config = initialize_config(cfg, len(self.devices), **overrides)
         jax.config.update("jax_use_shardy_partitioner", self.config.shardy)
         jax.config.update("jax_remove_size_one_mesh_axis_from_type", self.config.remove_size_one_mesh_axis_from_type)
         self.mesh = maxtext_utils.get_mesh_from_config(self.config, self.devices)
@@ -150,7 +151,10 @@ class TrainedModel:
     def batch(self, batches: list) -> dict[str, jax.Array]:
         """A step's microbatches (data.Batch) as MaxText's arrays [A,B,T], on their devices. ValueError for too many segments."""
         rows = [maxtext_rows(batch) for batch in batches]
+        expected = self.config.micro_batch_size_to_train_on
         for one in rows:
+            if len(one["inputs"]) != expected:  # MaxText's loss would cut the batch and say nothing
+                raise ValueError(f"a microbatch of {len(one['inputs'])} rows was given to a model built for {expected}")
             check_segments(one["inputs_segmentation"], self.config.te_plugin_segment_capacity)
         stacked = {key: np.stack([one[key] for one in rows]) for key in BATCH_KEYS}
         return jax.device_put(stacked, _stacked(self.batch_sharding))

@@ -51,7 +51,7 @@ def settings(cfg, devices: int, *, evaluation: bool = False) -> dict[str, Any]:
         "base_num_query_heads": model.num_heads,
         "base_num_kv_heads": model.num_kv_heads,
         "head_dim": model.head_dim,
-        "base_mlp_dim": model.ffn_hidden_size,
+        "base_mlp_dim": cfg.moe.ffn_hidden_size if cfg.moe.num_experts else model.ffn_hidden_size,
         "base_num_decoder_layers": model.num_layers,
         "vocab_size": model.vocab_size,
         "normalization_layer_epsilon": model.norm_eps,
@@ -61,7 +61,7 @@ def settings(cfg, devices: int, *, evaluation: bool = False) -> dict[str, Any]:
         "enable_dropout": False,
         "remat_policy": "none",
         "max_target_length": cfg.data.seq_len,
-        "per_device_batch_size": cfg.schedule.micro_rows * data_parallel(cfg, devices) / devices,
+        "per_device_batch_size": cfg.schedule.micro_rows * data_parallel(cfg, devices) / _visible_devices(),
         "steps": 1,
         "dataset_type": "synthetic",
         "packing": True,
@@ -114,6 +114,13 @@ def mesh_settings(cfg, devices: int) -> dict[str, int]:
 def data_parallel(cfg, devices: int) -> int:
     """How many devices take rows of their own."""
     return devices // cfg.parallel.tensor_parallel
+
+
+def _visible_devices() -> int:
+    """MaxText multiplies its rows a device by all devices that JAX sees, also where the run takes one of them."""
+    import jax
+
+    return jax.device_count()
 
 
 def _hardware() -> str:

@@ -66,7 +66,7 @@ def train_step(graph, config, clip: float, state: nnx.State, batch: dict[str, ja
             return (total[0] + loss, jax.tree.map(jnp.add, total[1], grads), _combine(total[2], new_fp8)), None
 
         (loss, grads, new_fp8), _ = jax.lax.scan(add, first, {key: value[1:] for key, value in batch.items()})
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     if clip > 0:
         grads = jax.tree.map(lambda g: g * jnp.where(norm > clip, clip / (norm + 1e-6), 1.0), grads)
     nonfinite = _nonfinite(new_fp8)
