@@ -159,14 +159,14 @@ def test_an_attention_kernel_that_cannot_run_here_is_refused_with_its_reason():
 
 
 def test_fp8_attention_without_a_kernel_for_it_is_refused_with_every_kernel_and_its_reason():
-    message = refusal("attention=fp8", "run.device=cpu", for_run=True)
+    message = refusal("attention=fp8", "model.head_dim=320", "run.device=cpu", for_run=True)
     assert "no kernel can run this on cpu" in message and "cpu: " in message and "composite: " in message
 
 
 def test_a_refused_plan_is_a_config_error_that_keeps_the_plans_message():
     from te_plugin.ops.recipe import plan_run
 
-    cfg = tiny("attention=fp8", "run.device=cpu")
+    cfg = tiny("attention=fp8", "model.head_dim=320", "run.device=cpu")
     with pytest.raises(PlanError) as planned:
         plan_run(cfg)
     with pytest.raises(ConfigError) as refused:
