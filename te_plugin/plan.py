@@ -169,6 +169,12 @@ def register(kernel: Kernel) -> Kernel:
     return kernel
 
 
+def unregister(op: str, name: str) -> None:
+    """Take a kernel out again (kernels that a test or a sabotaged run brought along)."""
+    _registry[op] = [kernel for kernel in _registry.get(op, ()) if kernel.name != name]
+    plan_cached.cache_clear()
+
+
 def registered(op: str) -> tuple[Kernel, ...]:
     """Every kernel of an op, in the order in which `auto` asks them."""
     import te_plugin.ops  # noqa: F401  (registers the kernels)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from te_plugin.ops.attention import kernels
-from te_plugin.plan import Kernel, Plan, Supported, Target, Unsupported, plan, register, registered
+from te_plugin.plan import Kernel, Plan, Supported, Target, Unsupported, plan, register, registered, unregister
 
 NAME = "sabotage_dq_slot0"
 
@@ -49,3 +49,8 @@ def install() -> str:
         framework_attention.FORWARD[NAME] = _forward
         framework_attention.BACKWARD[NAME] = _backward
     return NAME
+
+
+def remove() -> None:
+    """Forget the broken kernel."""
+    unregister("attention", NAME)

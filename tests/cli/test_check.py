@@ -35,6 +35,9 @@ def test_damaged_dq_is_seen_in_every_segment_but_the_last():
 
     cfg = compose(["recipe=llama_tiny", *SMALL])
     cfg.attention.kernel = sabotage.install()
-    rows = [row for row in recipe_check.check(cfg) if row.output == "dq"]
+    try:
+        rows = [row for row in recipe_check.check(cfg) if row.output == "dq"]
+    finally:
+        sabotage.remove()
     assert len(rows) > 1 and all(row.error > 0.5 for row in rows), "dQ of all segments went to slot 0"
     assert all(row.ok for row in recipe_check.check(compose(["recipe=llama_tiny", *SMALL])) if row.output == "dq")
