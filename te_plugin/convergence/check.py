@@ -54,7 +54,7 @@ def judge(cfg: Config, run_dir: Path, facts: RunFacts, golden: Golden | None) ->
     gates = [health_gate(rows), learned_gate(rows, facts)]
     note = ""
     if cfg.check.mode == "golden":
-        gates += curve_gates(rows, facts, golden, cfg.recipe, cfg.precision.name)
+        gates += curve_gates(rows, facts, golden, cfg.recipe, cfg.precision.name, cfg.adapter.name)
     else:
         note = f"check.mode={cfg.check.mode}: the curve was not compared"
     return _combine(gates, rows, facts, golden if cfg.check.mode == "golden" else None, note)
@@ -92,7 +92,12 @@ def learned_gate(rows: Sequence[Mapping[str, Any]], facts: RunFacts) -> Gate:
 
 
 def curve_gates(
-    rows: Sequence[Mapping[str, Any]], facts: RunFacts, golden: Golden | None, recipe: str, precision: str
+    rows: Sequence[Mapping[str, Any]],
+    facts: RunFacts,
+    golden: Golden | None,
+    recipe: str,
+    precision: str,
+    adapter: str = "megatron",
 ) -> list[Gate]:
     if golden is None:
         return [
@@ -125,7 +130,7 @@ def curve_gates(
         "recipe, data order and initial weights are the golden curve's",
         {"recipe_hash": facts.recipe_hash},
     )
-    arm = golden.arm_for(precision)
+    arm = golden.arm_for(precision, adapter)
     steps, loss, norm = gaps(rows, arm.rows)
     if len(steps) < MIN_STEPS:
         return [

@@ -8,7 +8,8 @@ A band comes from twins: runs of the same precision that differ only in what may
 into microbatches). At each step it is SAFETY times the largest smoothed gap that any twin has shown so far, plus a floor. Data
 order and initial weights are equal, so gaps are paired: they start at zero and grow slowly, and damage shows long before it
 would in the loss itself. A precision without an arm of its own is held to the recipe's own arm, within `wide_band`: SAFETY times
-the largest gap between arms.
+the largest gap between arms. So is an FP8 run of another adapter than the golden curve's: it scales other tensors (MaxText casts
+q, k, v, gate and up one by one, Megatron casts them fused), which is another quantisation and not another rounding.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from te_plugin import numerics
 from te_plugin.paths import recipes_dir
 
 GOLDEN_FILE = "golden.jsonl"
@@ -66,13 +68,14 @@ class Golden:
     def recipe_hash(self) -> str:
         return self.header["recipe_hash"]
 
-    def arm_for(self, precision: str) -> Arm:
-        """The precision's own arm, or the recipe's arm with the wide bands."""
-        if precision in self.arms:
+    def arm_for(self, precision: str, adapter: str = "megatron") -> Arm:
+        """The precision's own arm, or the recipe's arm with the wide bands (see the head of this file)."""
+        same_casts = numerics.scaling(precision) is None or adapter == self.header.get("adapter", "megatron")
+        if precision in self.arms and same_casts:
             return self.arms[precision]
         own = self.arms[self.header["arm"]]
         wide = [{**row, "band": row["wide_band"], "norm_band": row["wide_norm_band"]} for row in own.rows]
-        return Arm(f"{own.name} (wide: no arm of {precision})", wide)
+        return Arm(f"{own.name} (wide: no arm of {precision}{'' if same_casts else f' with adapter={adapter}'})", wide)
 
     @classmethod
     def load(cls, path: Path | str) -> Golden:

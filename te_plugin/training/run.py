@@ -94,7 +94,7 @@ class _Run:
         )
         tracker = self._make_tracker()
         fits = golden is not None and golden.recipe_hash == facts.recipe_hash
-        matching = golden.arm_for(cfg.precision.name) if fits else None
+        matching = golden.arm_for(cfg.precision.name, cfg.adapter.name) if fits else None
         loop = Loop(cfg, engine, world, tracker, matching.loss_at if matching else lambda step: None)
         if world.is_main:
             self._write_environment(data, facts)
