@@ -1,7 +1,7 @@
 # Everything from a fresh checkout: `make demo` trains llama_tiny in FP8 and checks its curve, `make test` runs the tests.
 # Each target does its own set-up in .venv; needed beforehand: Python 3.12 or later, make and a C++ compiler.
 #
-#   make demo | test | lint | wheel | sm90 | clean
+#   make demo | test | test-slow | lint | wheel | sm90 | clean
 #   make test-gpu PYTHON=python3     on a GPU machine, with the packages that PYTHON already has (no registry is asked)
 
 .DEFAULT_GOAL := help
@@ -19,7 +19,7 @@ CPU_LIBRARY := te_plugin/lib/libte_plugin_cpu.so
 CPU_SOURCES := CMakeLists.txt $(wildcard cmake/*.cmake csrc/include/* csrc/cpu/*)
 PYTEST_ARGS ?=
 
-.PHONY: help demo test test-gpu sm90 lint wheel clean python compiler
+.PHONY: help demo test test-slow test-gpu sm90 lint wheel clean python compiler
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,6p
@@ -51,7 +51,11 @@ demo: $(CPU_LIBRARY)
 	$(VENV)/bin/te-plugin train recipe=llama_tiny
 
 test: $(CPU_LIBRARY)
-	$(PY) -m pytest -m "not gpu and not multigpu" $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not gpu and not multigpu and not slow" $(PYTEST_ARGS)
+
+# Whole training runs and every cell of every toggle; minutes each.
+test-slow: $(CPU_LIBRARY)
+	$(PY) -m pytest -m "slow and not gpu and not multigpu" $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
