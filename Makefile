@@ -22,7 +22,7 @@ PYTEST_ARGS ?=
 .PHONY: help demo test test-slow test-gpu sm90 lint wheel clean python compiler
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,6p
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,5p
 
 python:
 	@test -n "$(PYTHON)" && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || { \
