@@ -108,7 +108,8 @@ def quantize(
     operands = [jax.lax.stop_gradient(x)]
     if scale is not None:
         operands.append(jax.lax.stop_gradient(scale.astype(jnp.float32).reshape(1)))
-    whole = [extent % block == 0 for extent, block in zip(x.shape, _blocks(options), strict=True)]
+    # Shardy takes no factor of size 1: a dimension of one block cannot be cut anyway.
+    whole = [extent % block == 0 and extent > block for extent, block in zip(x.shape, _blocks(options), strict=True)]
     data, scale_inv, stats, *transposed = _op(options, *whole)(*operands)
     return QuantizedArray(data, scale_inv, granularity, dtype, stats, *transposed)
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from te_plugin import numerics
 from te_plugin.jax.linear import linear
@@ -84,7 +83,9 @@ def make_quantization(options: DotOptions):
             return self.options
 
         def dot_general_cls(self, mesh_axes: tuple[str, ...] = ()):
-            return functools.partial(DotGeneral, options=self.options)
+            # A kernel with a named input and an unnamed output is the router of a mixture: it is never quantised.
+            router = len(mesh_axes) == 2 and mesh_axes[0] is not None and mesh_axes[1] is None
+            return functools.partial(DotGeneral, options=replace(self.options, precision="bf16") if router else self.options)
 
         def einsum(self, dtype=jnp.float32):
             raise NotImplementedError(
@@ -115,10 +116,13 @@ class DotGeneral(nn.Module):
             )
         o, kind = self.options, self.options.scaling
         contracted = _contracted(inputs.shape, kernel.shape, dimension_numbers)
-        if kind is None:
-            return lax.dot_general(inputs, kernel, dimension_numbers)
         k = math.prod(kernel.shape[:contracted])
         matrix = kernel.reshape(k, -1)
+        rows = inputs.reshape(*inputs.shape[: inputs.ndim - contracted], k)
+        out_shape = (*inputs.shape[: inputs.ndim - contracted], *kernel.shape[contracted:])
+        if kind is None:
+            # Not lax.dot_general: on the CPU XLA would sum BF16 products in less than FP32.
+            return linear(rows, matrix, precision="bf16", layout="kn", fallback=o.fallback).reshape(out_shape)
         stats = self.variable(STATE, "stats", jnp.zeros, (3, 2), jnp.float32)
         scales = None
         if kind.delayed:
@@ -126,19 +130,12 @@ class DotGeneral(nn.Module):
             history = self.variable(STATE, "history", lambda: start()[0])
             scale = self.variable(STATE, "scale", lambda: start()[1])
             scales = delayed_scales(history.value, scale.value, o)
-        out_shape = (*inputs.shape[: inputs.ndim - contracted], *kernel.shape[contracted:])
         if self.is_initializing():
             return jnp.zeros(out_shape, inputs.dtype)
         y = linear(
-            inputs.reshape(*inputs.shape[: inputs.ndim - contracted], k),
-            matrix,
-            precision=o.precision,
-            layout="kn",
-            scales=scales,
-            stats=stats.value,
-            pow2_scale=o.pow2_scale,
+            rows, matrix, precision=o.precision, layout="kn", scales=scales, stats=stats.value, pow2_scale=o.pow2_scale,
             fallback=o.fallback,
-        )
+        )  # fmt: skip
         return y.reshape(out_shape)
 
 

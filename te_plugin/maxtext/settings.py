@@ -58,6 +58,8 @@ def settings(cfg, devices: int, *, evaluation: bool = False) -> dict[str, Any]:
         "rope_max_timescale": _timescale(model),
         "logits_via_embedding": model.tie_embeddings,
         "normalize_embedding_logits": False,
+        # On the CPU XLA sums BF16 products in less than FP32, which the logits of a whole step would show.
+        "logits_dot_in_fp32": _hardware() == "cpu",
         "enable_dropout": False,
         "remat_policy": "none",
         "max_target_length": cfg.data.seq_len,

@@ -35,10 +35,25 @@ found = {}
 x = jnp.asarray((rng.standard_normal((512, 512)) * np.exp(rng.standard_normal((512, 1)) * 3)).astype(np.float32))
 for granularity, transpose in itertools.product(("tensor", "row", "block_1x128", "block_128x128", "mx"), (False, True)):
     for spec in (("fsdp", "tensor"), (("fsdp", "tensor"), None)):
+
         def cast(x, granularity=granularity, transpose=transpose):
             return quantize(x, "e4m3", granularity, transpose=transpose)
 
         found[f"quantize {granularity} {transpose} {spec}"] = list(compare(cast, [x], [spec])[:2])
+
+# A dimension of exactly one block, and one that no split leaves whole blocks of: gathered if it must be, never wrong.
+for shape, spec in (
+    ((512, 128), ("fsdp", None)),
+    ((128, 256), (None, "tensor")),
+    ((128, 128), ("fsdp", None)),
+    ((96, 160), ("fsdp", "tensor")),
+):
+    for granularity in ("row", "block_1x128", "block_128x128", "mx"):
+
+        def cast(x, granularity=granularity):
+            return quantize(x, "e4m3", granularity, transpose=True)
+
+        found[f"odd {granularity} {shape}"] = [compare(cast, [x[: shape[0], : shape[1]]], [spec])[0], 0]
 
 w, dy = (jnp.asarray(rng.standard_normal(shape).astype(np.float32)) for shape in ((512, 256), (512, 256)))
 
@@ -49,6 +64,11 @@ def layer(x, w, dy):
 
 
 _, _, got, want = compare(layer, [x, w, dy], [("fsdp", None), (None, "tensor"), ("fsdp", "tensor")])
-found["linear"] = [max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(map(np.asarray, got), map(np.asarray, want),
-                                                                                     strict=True)), 0]
+found["linear"] = [
+    max(
+        float(np.abs(a - b).max() / np.abs(b).max())
+        for a, b in zip(map(np.asarray, got), map(np.asarray, want), strict=True)
+    ),
+    0,
+]
 print(json.dumps(found))
