@@ -15,8 +15,8 @@ from .reference import rounded
 from .runners import implementations, nan_filled_memory, numpy, parameter, to_torch
 
 DTYPES = ("fp32", "bf16", "fp16")
-# One rounding of the result: 2^-24, 2^-9 and 2^-12 at most; sums over columns add a little in FP32.
-BOUND = {"fp32": 2e-6, "bf16": 3e-3, "fp16": 4e-4}
+# One rounding of the result, which a result of five values may show whole: 2^-24, 2^-8 and 2^-11; FP32 sums add a little.
+BOUND = {"fp32": 2e-6, "bf16": 4e-3, "fp16": 5e-4}
 
 
 def rows(op: str, make_problem, shapes):
