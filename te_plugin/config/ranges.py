@@ -28,7 +28,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "run.device": ("auto", "cpu", "cuda"),
     "run.target": ("auto", *ARCHITECTURES),
     "run.fallback": FALLBACK_MODES,
-    "testing.sabotage": ("none", "no_document_mask", "dq_slot0", "amax_frozen", "e5m2_everywhere", "padding_in_amax"),
+    "testing.sabotage": ("none", "no_document_mask", "dq_slot0"),
 }
 
 _AT_LEAST_1 = (

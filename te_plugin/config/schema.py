@@ -205,7 +205,7 @@ class AcceptConfig:
 class TestingConfig:
     """Deliberate damage, for tests that the checks can fail. Anything but none prints a banner and marks the run."""
 
-    sabotage: str = "none"  # none | no_document_mask | dq_slot0 | amax_frozen | e5m2_everywhere | padding_in_amax
+    sabotage: str = "none"  # none | no_document_mask | dq_slot0
 
 
 @dataclass

@@ -90,13 +90,19 @@ def arms_of(cfg: Config, seed_index: int, saboteur: str | None = None) -> dict[s
     return arms
 
 
-def accept(cfg: Config, out_dir: Path | str, run_arm: RunArm | None = None, saboteur: str | None = None) -> Verdict:
-    """Run every arm that is not finished yet, judge, write OUT/verdict.json and accept.png."""
-    out_dir = Path(out_dir)
+def require_comparable(cfg: Config) -> None:
+    """ConfigError when the configuration is the reference itself, or one pair alone would have to decide."""
+    arms_of(cfg, 0)
     if cfg.accept.seeds < 2:
         raise ConfigError(
             f"accept.seeds={cfg.accept.seeds}: one pair has no spread; use at least 2, and 3 to be useful"
         )
+
+
+def accept(cfg: Config, out_dir: Path | str, run_arm: RunArm | None = None, saboteur: str | None = None) -> Verdict:
+    """Run every arm that is not finished yet, judge, write OUT/verdict.json and accept.png."""
+    out_dir = Path(out_dir)
+    require_comparable(cfg)
     run_arm = run_arm or _run_here
     seeds: list[dict[str, Arm]] = []
     for index in range(cfg.accept.seeds):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from te_plugin.config import Config, ConfigError, recipe_hash, to_yaml
+from te_plugin.config import Config, recipe_hash, to_yaml
 from te_plugin.convergence.check import RunFacts, judge
 from te_plugin.convergence.golden import Arm, Golden, golden_path
 from te_plugin.convergence.verdict import VERDICT_FILE, Verdict
@@ -262,14 +262,12 @@ def _apply_sabotage(cfg: Config, world: distributed.World) -> Config:
             f"*** testing.sabotage={name}: this run is damaged on purpose; its verdict should not be PASS ***",
             flush=True,
         )
-    if name == "no_document_mask":
+    if name == "no_document_mask":  # damages the rows of each batch, see step.Batches
         return cfg
-    if name == "dq_slot0":
-        from te_plugin.testing import sabotage
+    from te_plugin.testing import sabotage
 
-        kernel = sabotage.install()
-        return replace(cfg, attention=replace(cfg.attention, kernel=kernel), run=replace(cfg.run, fallback="allow"))
-    raise ConfigError(f"testing.sabotage={name} is not available in training; use no_document_mask or dq_slot0")
+    kernel = sabotage.install()
+    return replace(cfg, attention=replace(cfg.attention, kernel=kernel), run=replace(cfg.run, fallback="allow"))
 
 
 def _prepare_run_dir(cfg: Config, run_dir: Path, world: distributed.World) -> None:

@@ -72,7 +72,6 @@ REFUSED = [
     ("run.resume=true", ["run.resume=true", "run.dir"]),
     ("run.device=cpu run.target=sm90", ["run.device=cpu", "run.target=sm90"]),
     ("testing.sabotage=no_document_mask layout=bshd", ["no_document_mask", "layout=thd"]),
-    ("testing.sabotage=amax_frozen precision=bf16", ["amax_frozen", "precision=bf16"]),
     ("testing.sabotage=everything", ["testing.sabotage=everything does not exist", "no_document_mask"]),
 ]
 

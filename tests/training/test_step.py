@@ -64,8 +64,6 @@ def test_sabotage_is_loud_and_recorded(small, tmp_path, capsys):
     train(small("testing.sabotage=no_document_mask", "schedule.stop_after_steps=1"), tmp_path)
     assert "damaged on purpose" in capsys.readouterr().out
     assert json.loads((tmp_path / "env.json").read_text())["sabotage"] == "no_document_mask"
-    with pytest.raises(ConfigError, match="not available"):
-        train(small("testing.sabotage=amax_frozen"), tmp_path / "other")
 
 
 @pytest.mark.report("ISEEKYAN/Megatron-LM#149")
