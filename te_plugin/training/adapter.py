@@ -43,7 +43,7 @@ class Adapter:
     build_data(cfg) -> te_plugin.data.Data.
     shard_units(model): modules that FSDP2 gathers and frees as one.
     evaluation(model): context in which forward passes run in BF16 and touch no FP8 state.
-    begin_step(model, pieces): the weights are new, and `pieces` microbatches over all ranks follow.
+    begin_step(model): the weights are new since the last microbatch.
     end_step(model, world): FP8 scaling moves on
         (layers that did not run since the last call keep their state).
     nonfinite(model) -> tensor or None: non-finite values seen by FP8 quantisation in the last microbatch.
@@ -61,7 +61,7 @@ class Adapter:
     finalize: Callable[[], None] = _nothing
     shard_units: Callable[[nn.Module], Iterable[nn.Module]] = _no_units
     evaluation: Callable[[nn.Module], contextlib.AbstractContextManager] = lambda model: contextlib.nullcontext()
-    begin_step: Callable[[nn.Module, int], None] = _nothing
+    begin_step: Callable[[nn.Module], None] = _nothing
     end_step: Callable[[nn.Module, World], None] = _nothing
     nonfinite: Callable[[nn.Module], torch.Tensor | None] = _nothing
     launches: Callable[[], list[dict[str, Any]]] = list

@@ -84,11 +84,8 @@ def bf16_evaluation(model: nn.Module):
             setattr(module, name, value)
 
 
-def _begin_step(model: nn.Module, pieces: int) -> None:
-    """First microbatch: FP8 weights are quantised anew. The MoE balancing loss is a mean over the step's microbatches."""
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
-    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0 / pieces))
+def _begin_step(model: nn.Module) -> None:
+    """First microbatch: FP8 weights are quantised anew."""
     for module in model.modules():
         if hasattr(module, "is_first_microbatch"):
             module.is_first_microbatch = True

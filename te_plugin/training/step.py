@@ -129,7 +129,7 @@ class Stepper:
             raise TrainingError(f"step {step} has no label token in any row: check the documents and their loss masks")
         self.optimizer.zero_grad()
         self.model.train()
-        self.adapter.begin_step(self.model, self.batches.microbatches * self.world.dp_size)
+        self.adapter.begin_step(self.model)
         sums = torch.zeros(3, dtype=torch.float64, device=self.world.device)  # loss, non-finite values, stop
         for batch in host:
             losses = self.adapter.token_losses(self.model, self.batches.to_device(batch))
