@@ -19,7 +19,7 @@ _PATTERNS = (
     ("attention", "flash|sdpa|fmha|attention"),
     ("gemm", r"gemm|nvjet|cutlass|xmma|cublas|aten::(add)?(mm|bmm)|aten::_scaled_mm"),
     ("norm + activation + rope", "NormTiles|NormSource|Swiglu|rms_?norm|layer_?norm|rstd|silu|gated|rope|rotary|sum_partials"),
-    ("quantise", "quanti[sz]e|amax|abs_max|cast_transpose|fp8|float8|(finish|empty)_scales|zero_stats|transpose_kernel|scale_inv"),
+    ("quantise", "quanti[sz]e|amax|abs_max|cast_transpose|fp8|float8|_scales|zero_stats|transpose_kernel|scale_inv"),
     ("norm + activation + rope", "^triton_"),
 )
 

@@ -180,7 +180,7 @@ def quantize(
 
 def scale_from_amax(amax: torch.Tensor, fmt: numerics.Fp8Format, pow2: bool = False) -> torch.Tensor:
     """FP32 scale (not its inverse) of an amax tensor, on its device; the torch twin of numerics.scale_from_amax."""
-    amax = torch.where(torch.isinf(amax), numerics.FLT_MAX, amax)
+    amax = amax.masked_fill(torch.isinf(amax), numerics.FLT_MAX)
     # A tensor, not a number: torch computes number / tensor as number * reciprocal, which rounds twice.
     limit = torch.full_like(amax, fmt.max)
     if pow2:

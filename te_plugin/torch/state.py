@@ -65,13 +65,13 @@ class DelayedScaling(nn.Module):
             torch.distributed.all_reduce(packed, op=torch.distributed.ReduceOp.MAX, group=group)
             self.history[:, 0], self.seen[:] = packed[:3], packed[3:]
         amax = self.history.max(dim=1).values if self.amax_compute == "max" else self.history[:, 0]
-        amax = torch.where(torch.isnan(self.history[:, 0]), 0.0, amax)
+        amax = amax.masked_fill(torch.isnan(self.history[:, 0]), 0.0)
         limit = [scale_from_amax(amax[i:i + 1], self.format(i)) for i in range(3)]
         ran = self.seen > 0
         # A step whose amax is 0, NaN or infinite says nothing about the next one: its scale is kept.
         usable = ran & (amax > 0) & torch.isfinite(amax)
         self.scale.copy_(torch.where(usable, torch.cat(limit), self.scale))
-        newest = torch.where(torch.isfinite(self.history[:, :1]), self.history[:, :1], 0.0)
+        newest = self.history[:, :1].masked_fill(~torch.isfinite(self.history[:, :1]), 0.0)
         rolled = torch.cat([torch.zeros_like(newest), newest, self.history[:, 1:-1]], dim=1)[:, :self.history.shape[1]]
         self.history.copy_(torch.where(ran[:, None], rolled, self.history))
         self.seen.zero_()
@@ -85,8 +85,8 @@ class DelayedScaling(nn.Module):
         index = self.OPERANDS.index(operand)
         fresh = self.fresh[index:index + 1] > 0
         amax = x.detach().abs().max().float().reshape(1) if x.numel() else self.scale.new_zeros(1)
-        amax = torch.where(torch.isfinite(amax), amax, 0.0)
-        self.history[index].copy_(torch.where(fresh, 0.0, self.history[index]))
+        amax = amax.masked_fill(~torch.isfinite(amax), 0.0)
+        self.history[index].masked_fill_(fresh, 0.0)
         scale = self.scale[index:index + 1]
         scale.copy_(torch.where(fresh, scale_from_amax(amax, self.format(index)), scale))
         self.fresh[index].fill_(0)
