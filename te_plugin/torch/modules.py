@@ -152,10 +152,11 @@ class LayerNormMLP(nn.Module):
         fc1, fc2 = self.fc1, self.fc2
         return (type(fc1) is LayerNormLinear and type(fc2) is Linear and fc1.bias is None and fc2.bias is None
                 and fc1.precision == fc2.precision and _call_options(fc1) == _call_options(fc2)
-                and not any(_has_hooks(layer) for layer in (fc1, fc2)))
+                and not any(has_hooks(layer) for layer in (fc1, fc2)))
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling a module does more than its forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
