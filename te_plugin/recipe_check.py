@@ -218,4 +218,30 @@ def _loss(cfg, label, kernel, problem, rng, device) -> Iterator[Row]:
                bounds["pointwise"])
 
 
-_POINTWISE = {"norm": _norm, "activation": _swiglu, "rope": _rope, "loss": _loss}
+def _fused(cfg, label, kernel, problem, rng, device) -> Iterator[Row]:
+    """The codes of an op that ends in a quantisation equal those of the op and the quantisation one after the other."""
+    from te_plugin.ops.fused_checks import SEPARATE
+    from te_plugin.torch.fused_quantize import dswiglu_quantize, fused_options, norm_quantize, swiglu_quantize
+    from te_plugin.torch.quantize import QuantizeOptions
+
+    draw = _Draw(problem.dtype, rng, device)
+    shape = problem.rows, problem.columns
+    cast = QuantizeOptions(problem.format, problem.granularity, problem.pow2_scale, problem.transpose, problem.delayed)
+    scale = torch.full((1,), 20.0, device=device) if problem.delayed else None
+    if problem.op == "norm_quantize":
+        x, w = draw(*shape), draw(problem.columns)
+        run = lambda options: norm_quantize(x, w, options, scale)[0]
+    elif problem.gradient:
+        dy, x = draw(*shape), draw(problem.rows, 2 * problem.columns)
+        run = lambda options: dswiglu_quantize(dy, x, options, scale)
+    else:
+        x = draw(problem.rows, 2 * problem.columns)
+        run = lambda options: swiglu_quantize(x, options, scale)
+    got, want = (run(fused_options(cast, getattr(problem, "eps", 1e-5), name, cfg.run.fallback)) for name in (kernel, SEPARATE))
+    for output in ("data", "data_t", "scale_inv"):
+        codes = [getattr(made, output).float() for made in (got, want)]
+        yield _row(label, kernel, output, f"{problem.rows} rows", _f64(codes[0]), _f64(codes[1]), 0.0)
+
+
+_POINTWISE = {"norm": _norm, "activation": _swiglu, "rope": _rope, "loss": _loss, "norm_quantize": _fused,
+              "activation_quantize": _fused}

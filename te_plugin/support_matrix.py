@@ -12,11 +12,13 @@ import sys
 from te_plugin import numerics
 from te_plugin.generated import GeneratedBlock
 from te_plugin.ops.activation.problem import ActivationProblem
+from te_plugin.ops.activation_quantize.problem import ActivationQuantizeProblem
 from te_plugin.ops.attention.problem import AttentionProblem
 from te_plugin.ops.gemm.problem import GemmProblem
 from te_plugin.ops.grouped_gemm.problem import GroupedGemmProblem
 from te_plugin.ops.loss.problem import LossProblem
 from te_plugin.ops.norm.problem import NormProblem
+from te_plugin.ops.norm_quantize.problem import NormQuantizeProblem
 from te_plugin.ops.quantize.problem import QuantizeProblem
 from te_plugin.ops.rope.problem import RopeProblem
 from te_plugin.plan import ARCHITECTURES, FRAMEWORKS, Target, registered
@@ -57,6 +59,10 @@ def cases() -> list[tuple[str, object]]:
     found.append(("FP8 into an FP32 main_grad", main_grad))
     found += [(name, GroupedGemmProblem(tokens, ffn, hidden, 8, precision=name)) for name in ("bf16", *numerics.SCALINGS)]
     found += [("RMSNorm", NormProblem(tokens, hidden)), ("SwiGLU", ActivationProblem(tokens, ffn)),
+              ("RMSNorm, FP8 output", NormQuantizeProblem(tokens, hidden, transpose=True)),
+              ("RMSNorm, FP8 output from FP32", NormQuantizeProblem(tokens, hidden, "fp32", transpose=True)),
+              ("SwiGLU, FP8 output", ActivationQuantizeProblem(tokens, ffn, transpose=True)),
+              ("gradient of SwiGLU, FP8 output", ActivationQuantizeProblem(tokens, ffn, gradient=True, transpose=True)),
               ("by positions", RopeProblem(tokens, heads, 128)),
               ("cross-entropy, vocabulary 128,256", LossProblem(tokens, 128256))]
     return found

@@ -16,6 +16,7 @@ BENCHMARKS = {
     "quantize": {"cpu": "te_plugin.bench.quantize", "cuda": "te_plugin.bench.quantize_gpu"},
     "gemm": {"cuda": "te_plugin.bench.gemm"},
     "grouped": {"cuda": "te_plugin.bench.grouped"},
+    "layer": {"cuda": "te_plugin.bench.layer"},
 }
 
 

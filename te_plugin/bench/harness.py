@@ -117,11 +117,12 @@ def rank(rows: Sequence[Row]) -> None:
 
 @dataclass
 class Report:
-    """The rows of one benchmark and where they were measured."""
+    """The rows of one benchmark and where they were measured. details: what a benchmark adds to its JSON file beside them."""
 
     name: str
     device: torch.device
     rows: list[Row] = field(default_factory=list)
+    details: dict = field(default_factory=dict)
 
     def __post_init__(self):
         self.environment = describe(self.device, world_size=1)
@@ -143,6 +144,7 @@ class Report:
             "hardware": self.hardware, "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "commit": self.environment["git"], "versions": self.environment["versions"],
             "rows": [_rounded(row) for row in self.rows],
+            **({"details": self.details} if self.details else {}),
         }
 
     def write(self, root: Path) -> list[Path]:

@@ -18,7 +18,8 @@ HELP = "side-by-side benchmarks"
 EXAMPLES = """examples:
   te-plugin bench attention
   te-plugin bench attention --case 8x256 --dtype bf16
-  te-plugin bench attention --save --threads 2"""
+  te-plugin bench attention --save --threads 2
+  te-plugin bench layer --case packed --seconds 2"""
 
 
 def add_arguments(parser) -> None:

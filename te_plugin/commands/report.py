@@ -34,19 +34,23 @@ def console() -> Console:
 
 def plan_rows(cfg: Config) -> list[Row]:
     """Every launch of the run with its plan, or with the reason why there is none."""
-    from te_plugin.ops.recipe import problems_of
+    from te_plugin.ops.recipe import parts_of, problems_of
 
     target, rows = plan_target(cfg), []
     for label, problem in problems_of(cfg):
-        kernel = cfg.attention.kernel if problem.op == "attention" else "auto"
-        try:
-            made = plan(problem, target, kernel, cfg.run.fallback)
-        except PlanError as error:
-            rows.append(Row(label, problem, None, reasons(problem, target), str(error)))
-        else:
-            rejected = made.rejected if kernel == "auto" else reasons(problem, target, asked=kernel)
-            rows.append(Row(label, problem, made, rejected))
+        row = _plan_row(cfg, label, problem, target)
+        parts = [] if row.plan is None else parts_of(label, row.plan)
+        rows += [row, *(_plan_row(cfg, name, part, target) for name, part in parts)]
     return rows
+
+
+def _plan_row(cfg: Config, label: str, problem, target: Target) -> Row:
+    kernel = cfg.attention.kernel if problem.op == "attention" else "auto"
+    try:
+        made = plan(problem, target, kernel, cfg.run.fallback)
+    except PlanError as error:
+        return Row(label, problem, None, reasons(problem, target), str(error))
+    return Row(label, problem, made, made.rejected if kernel == "auto" else reasons(problem, target, asked=kernel))
 
 
 def plan_target(cfg: Config) -> Target:

@@ -126,6 +126,8 @@ _BELONGS: dict[str, tuple[Callable[[Config], bool], str]] = {
        for name in ("weight_cache", "bf16_layers_at_start", "bf16_layers_at_end")},
     "precision.pow2_scale": (lambda c: c.precision.name in ("fp8_current", "fp8_rowwise", "fp8_block"),
                              "fp8_current, fp8_rowwise and fp8_block (mxfp8 scales are powers of two always)"),
+    "precision.fuse": (lambda c: can_fuse(c), "FP8 precisions with adapter=megatron (a mixture of experts with sequence_parallel "
+                                              "has nothing to fuse)"),
     "precision.amax_history_len": (lambda c: c.precision.name == "fp8_delayed", "precision=fp8_delayed"),
     "precision.amax_compute": (lambda c: c.precision.name == "fp8_delayed", "precision=fp8_delayed"),
     **{f"moe.{name}": (lambda c: c.moe.num_experts > 0, "models with moe.num_experts above 0")
@@ -144,6 +146,12 @@ def _nothing_ignored(cfg: Config) -> Iterator[str]:
     for key, (applies, what) in _BELONGS.items():
         if values[key] != defaults[key] and not applies(cfg):
             yield f"{key}={values[key]} would be ignored: it belongs to {what}; leave it out"
+
+
+def can_fuse(cfg: Config) -> bool:
+    """Whether the run has an RMSNorm or a SwiGLU whose output is quantised right away."""
+    nothing_left = cfg.moe.num_experts > 0 and cfg.parallel.sequence_parallel
+    return numerics.scaling(cfg.precision.name) is not None and cfg.adapter.name == "megatron" and not nothing_left
 
 
 def _schema_defaults() -> dict:

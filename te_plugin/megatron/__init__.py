@@ -30,14 +30,15 @@ with warnings.catch_warnings():
     from te_plugin.megatron.linear import ColumnParallelLinear, RowParallelLinear
     from te_plugin.megatron.loss import gpt_token_losses, model_inputs
     from te_plugin.megatron.norm import RMSNorm, SwiGLU
+    from te_plugin.megatron.norm_linear import GatedMLP, LayerNormColumnParallelLinear
     from te_plugin.megatron.quant import LinearPrecision, precision_report, quant_recipe
     from te_plugin.megatron.rope import RopeOptions
     from te_plugin.megatron.spec import PluginSpecProvider, layer_spec, rope_layer_spec
     from te_plugin.megatron.weights import common_weights, fill, initialise, materialise
 
 __all__ = [
-    "AttentionOptions", "ColumnParallelLinear", "CoreAttention", "GroupedExperts", "LinearPrecision", "PackedRows",
-    "PluginSpecProvider", "RMSNorm", "RopeOptions", "Router", "RowParallelLinear", "SwiGLU", "build_gpt", "build_stage",
-    "common_weights", "fill", "gpt_token_losses", "initialise", "initialize", "layer_spec", "materialise", "model_inputs",
-    "precision_report", "quant_recipe", "rope_layer_spec", "transformer_config",
+    "AttentionOptions", "ColumnParallelLinear", "CoreAttention", "GatedMLP", "GroupedExperts", "LayerNormColumnParallelLinear",
+    "LinearPrecision", "PackedRows", "PluginSpecProvider", "RMSNorm", "RopeOptions", "Router", "RowParallelLinear", "SwiGLU",
+    "build_gpt", "build_stage", "common_weights", "fill", "gpt_token_losses", "initialise", "initialize", "layer_spec",
+    "materialise", "model_inputs", "precision_report", "quant_recipe", "rope_layer_spec", "transformer_config",
 ]

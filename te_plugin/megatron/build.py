@@ -19,6 +19,7 @@ from te_plugin.megatron.loss import zero_padding_rows
 from te_plugin.megatron.quant import precision_report, quant_recipe
 from te_plugin.megatron.spec import layer_spec
 from te_plugin.megatron.weights import initialise
+from te_plugin.ops.recipe import is_fused
 
 
 def initialize(cfg, device: torch.device | str = "cpu") -> None:
@@ -128,7 +129,7 @@ def build_gpt(cfg, device: torch.device | str = "cpu") -> GPTModel:
 def build_stage(cfg, config: TransformerConfig, device: torch.device | str, pre_process: bool, post_process: bool) -> GPTModel:
     """One pipeline stage: `pre_process` holds the embedding, `post_process` the final norm and the output layer."""
     device = torch.device(device)
-    spec = layer_spec(config, attention=AttentionOptions.from_config(cfg), fallback=cfg.run.fallback)
+    spec = layer_spec(config, attention=AttentionOptions.from_config(cfg), fallback=cfg.run.fallback, fuse=is_fused(cfg))
     place = contextlib.nullcontext() if device.type == "cpu" else torch.device(device)
     with place, _without_deprecation_notice():
         model = GPTModel(

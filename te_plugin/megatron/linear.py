@@ -111,15 +111,22 @@ class ParallelLinear(torch.nn.Module):
         """A fresh FP8 state on torch's default device: no cached weight, no amax history."""
         self.state = make_state(self.precision)
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def step_state(self) -> LinearState | None:
+        """The FP8 state for one call; the first call of a step drops the weight that was cached in the step before."""
         if self.is_first_microbatch:
             self.is_first_microbatch = False
             if self.state is not None:
                 self.state.new_step()
+        return self.state
+
+    def call_options(self) -> dict:
+        """The options of a call in this layer's precision that are neither tensors nor its state."""
         p = self.precision
-        return functional.linear(x, self.weight, bias, p.precision, state=self.state, pow2_scale=p.pow2_scale,
-                                 keep_transpose=p.keep_transpose, accumulate_main_grad=p.main_grad, kernel=p.kernel,
-                                 fallback=p.fallback)
+        return dict(precision=p.precision, pow2_scale=p.pow2_scale, keep_transpose=p.keep_transpose,
+                    accumulate_main_grad=p.main_grad, kernel=p.kernel, fallback=p.fallback)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return functional.linear(x, self.weight, bias, state=self.step_state(), **self.call_options())
 
     def backward_dw(self) -> None:
         """Nothing is left to do: weight gradients are computed in the backward pass (delay_wgrad_compute is refused)."""
@@ -160,7 +167,10 @@ class ColumnParallelLinear(ParallelLinear):
             x = gather_from_sequence_parallel_region(x, group=self.tp_group)
         elif self.communicates:
             x = copy_to_tensor_model_parallel_region(x, group=self.tp_group)
-        y = self.multiply(x, None if self.skip_bias_add else self.bias)
+        return self.finish(self.multiply(x, None if self.skip_bias_add else self.bias))
+
+    def finish(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What follows the product on this rank."""
         if self.gather_output and self.communicates:
             y = gather_from_tensor_model_parallel_region(y, group=self.tp_group)
         return y, (self.bias if self.skip_bias_add else None)
@@ -187,7 +197,10 @@ class RowParallelLinear(ParallelLinear):
         if self.communicates and not self.input_is_parallel:
             x = scatter_to_tensor_model_parallel_region(x, group=self.tp_group)
         # A rank's bias would be added once per rank, so with partial sums it waits until they are added up.
-        y = self.multiply(x, self.bias if not self.communicates and not self.skip_bias_add else None)
+        return self.finish(self.multiply(x, self.bias if not self.communicates and not self.skip_bias_add else None))
+
+    def finish(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What follows the product on this rank: the sum over the ranks."""
         if self.sequence_parallel:
             y = reduce_scatter_to_sequence_parallel_region(y, group=self.tp_group)
         elif self.communicates:

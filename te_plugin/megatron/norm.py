@@ -9,6 +9,15 @@ from te_plugin.megatron.arguments import new_parameter, refuse_unknown
 from te_plugin.torch import functional
 
 
+def refuse_other_norms(config) -> None:
+    """ConfigError when a TransformerConfig asks for a norm that is not plain RMSNorm."""
+    if config.normalization != "RMSNorm":
+        raise ConfigError(f"normalization={config.normalization!r}: this norm is RMSNorm; set normalization='RMSNorm'")
+    if getattr(config, "layernorm_zero_centered_gamma", False):
+        raise ConfigError("layernorm_zero_centered_gamma=True: this norm multiplies by its weight, not by one plus it; "
+                          "set it to False")
+
+
 class RMSNorm(torch.nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; statistics in FP32.
 
@@ -18,11 +27,7 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, *, fallback: str = "error", **unknown):
         super().__init__()
         refuse_unknown(type(self), unknown)
-        if config.normalization != "RMSNorm":
-            raise ConfigError(f"normalization={config.normalization!r}: this norm is RMSNorm; set normalization='RMSNorm'")
-        if getattr(config, "layernorm_zero_centered_gamma", False):
-            raise ConfigError("layernorm_zero_centered_gamma=True: this norm multiplies by its weight, not by one plus it; "
-                              "set it to False")
+        refuse_other_norms(config)
         self.eps, self.fallback = eps, fallback
         self.weight = new_parameter((hidden_size,), config)
         if config.perform_initialization:

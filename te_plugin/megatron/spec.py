@@ -12,11 +12,10 @@ from functools import partial
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -28,6 +27,7 @@ from te_plugin.megatron.attention import AttentionOptions, CoreAttention
 from te_plugin.megatron.experts import GroupedExperts, Router
 from te_plugin.megatron.linear import ColumnParallelLinear, RowParallelLinear
 from te_plugin.megatron.norm import RMSNorm, SwiGLU
+from te_plugin.megatron.norm_linear import GatedMLP, LayerNormColumnParallelLinear
 from te_plugin.megatron.quant import refuse_unsupported
 from te_plugin.megatron.rope import RopeOptions
 
@@ -35,8 +35,8 @@ from te_plugin.megatron.rope import RopeOptions
 class PluginSpecProvider(BackendSpecProvider):
     """Megatron's question "which module do you use for ...?", answered with this plugin's modules."""
 
-    def __init__(self, attention: AttentionOptions = AttentionOptions(), fallback: str = "error"):
-        self.attention, self.fallback = attention, fallback
+    def __init__(self, attention: AttentionOptions = AttentionOptions(), fallback: str = "error", fuse: bool = True):
+        self.attention, self.fallback, self.fuse = attention, fallback, fuse
 
     def column_parallel_linear(self) -> type:
         return ColumnParallelLinear
@@ -45,10 +45,17 @@ class PluginSpecProvider(BackendSpecProvider):
         return RowParallelLinear
 
     def fuse_layernorm_and_linear(self) -> bool:
-        return False
+        return self.fuse
 
     def column_parallel_layer_norm_linear(self) -> type | None:
-        return None
+        return LayerNormColumnParallelLinear if self.fuse else None
+
+    def mlp(self, use_te_activation_func: bool):
+        """The dense MLP: one call in FP8 where `fuse` is set, Megatron's own order of calls where it is not."""
+        submodules = MLPSubmodules(
+            linear_fc1=LayerNormColumnParallelLinear if self.fuse else ColumnParallelLinear, linear_fc2=RowParallelLinear,
+            activation_func=self.activation_func() if use_te_activation_func else None)
+        return partial((GatedMLP if self.fuse else MLP).as_mlp_submodule, submodules=submodules)
 
     def layer_norm(self, rms_norm: bool = True, for_qk: bool = False, has_residual: bool = False):
         return partial(RMSNorm, fallback=self.fallback)
@@ -68,16 +75,17 @@ class PluginSpecProvider(BackendSpecProvider):
 
 
 def layer_spec(config, vp_stage: int | None = None, *, attention: AttentionOptions = AttentionOptions(),
-               fallback: str = "error", pp_rank: int | None = None) -> TransformerBlockSubmodules:
+               fallback: str = "error", fuse: bool = True, pp_rank: int | None = None) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage and the final norm, for a TransformerConfig or Megatron-LM's GPTModelConfig.
 
     Positions: by Megatron's rotary module unless attention.rope is set (see rope_layer_spec).
-    fallback: what framework maths on a GPU means (plan.plan): error, warn or allow.
+    fallback: what framework maths on a GPU means (plan.plan): error, warn or allow. fuse: the norms belong to the linear layers
+    after them (parameter layer_norm_weight), which in FP8 quantise their output where it is made; SwiGLU likewise.
     ConfigError for settings that would be accepted and ignored, config.fp8 first of all.
     """
     refuse_unsupported(config)
     _refuse_model(config)
-    provider = PluginSpecProvider(attention, fallback)
+    provider = PluginSpecProvider(attention, fallback, fuse)
     layers = [_layer(config, provider, _is_moe(config, index))
               for index in _layer_indices(config, vp_stage, pp_rank)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=provider.layer_norm())
@@ -105,24 +113,29 @@ def rope_layer_spec(config, vp_stage: int | None = None) -> TransformerBlockSubm
 
 
 def _layer(config, provider: PluginSpecProvider, moe: bool) -> ModuleSpec:
-    norm = provider.layer_norm()
     qk_norm = provider.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
+    norm_is_fused = provider.fuse_layernorm_and_linear()
+    norm = IdentityOp if norm_is_fused else provider.layer_norm()
+    linear_qkv = provider.column_parallel_layer_norm_linear() if norm_is_fused else provider.column_parallel_linear()
     return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(
         input_layernorm=norm,
         self_attention=ModuleSpec(
             module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal},
             submodules=SelfAttentionSubmodules(
-                linear_qkv=provider.column_parallel_linear(), core_attention=provider.core_attention(),
+                linear_qkv=linear_qkv, core_attention=provider.core_attention(),
                 linear_proj=provider.row_parallel_linear(), q_layernorm=qk_norm, k_layernorm=qk_norm)),
         self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=norm,
-        mlp=_moe(config, provider) if moe else get_mlp_module_spec_for_backend(
-            backend=provider, use_te_activation_func=config.use_te_activation_func),
+        # The router reads what the experts read: its norm stands alone.
+        pre_mlp_layernorm=provider.layer_norm() if moe else norm,
+        mlp=_moe(config, provider) if moe else provider.mlp(config.use_te_activation_func),
         mlp_bda=get_bias_dropout_add,
-        # Checkpoints keep the names of layers whose norm is fused into the linear layer after it.
-        sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                                     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"} if not moe else
-        {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}))
+        sharded_state_dict_keys_map={} if norm_is_fused else _fused_names(moe)))
+
+
+def _fused_names(moe: bool) -> dict[str, str]:
+    """Checkpoints keep the names of layers whose norm is fused into the linear layer after it, fused or not."""
+    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    return names if moe else {**names, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def _moe(config, provider: PluginSpecProvider):

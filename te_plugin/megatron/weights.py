@@ -25,6 +25,8 @@ _PLAIN = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "outp
           "decoder.final_layernorm.weight": "model.norm.weight"}
 _LAYER = {"input_layernorm.weight": "input_layernorm.weight", "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
           "pre_mlp_layernorm.weight": "post_attention_layernorm.weight", "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+          "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+          "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
           "mlp.router.weight": "block_sparse_moe.gate.weight"}
 
 

@@ -1,3 +1,14 @@
 """One folder an op. Importing this package registers every kernel; it imports no framework."""
 
-from te_plugin.ops import activation, attention, gemm, grouped_gemm, loss, norm, quantize, rope  # noqa: F401
+from te_plugin.ops import (  # noqa: F401
+    activation,
+    activation_quantize,
+    attention,
+    gemm,
+    grouped_gemm,
+    loss,
+    norm,
+    norm_quantize,
+    quantize,
+    rope,
+)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from te_plugin import numerics
 from te_plugin.ops.activation.problem import ActivationProblem
+from te_plugin.ops.activation_quantize.problem import ActivationQuantizeProblem
 from te_plugin.ops.attention.problem import AttentionProblem
+from te_plugin.ops.fused_checks import SEPARATE
 from te_plugin.ops.gemm.problem import GemmProblem
 from te_plugin.ops.grouped_gemm.problem import GroupedGemmProblem
 from te_plugin.ops.loss.problem import LossProblem
 from te_plugin.ops.norm.problem import NormProblem
+from te_plugin.ops.norm_quantize.problem import NormQuantizeProblem
 from te_plugin.ops.quantize.problem import QuantizeProblem
 from te_plugin.ops.rope.problem import RopeProblem
 from te_plugin.plan import Plan, Target, plan
@@ -58,8 +61,16 @@ def _cuda_arch(framework: str) -> str:
     return target_of_backend().arch
 
 
+def is_fused(cfg) -> bool:
+    """Whether the model's norms belong to the linear layers after them and its MLP is one call (precision.fuse)."""
+    return cfg.precision.fuse and numerics.scaling(cfg.precision.name) is not None and cfg.adapter.name == "megatron"
+
+
 def problems_of(cfg) -> list[tuple[str, object]]:
-    """(label, problem) of every op in one microbatch on one rank, in the order of a layer."""
+    """(label, problem) of every op in one microbatch on one rank, in the order of a layer.
+
+    "norm" serves the final norm and every norm's backward also where the forward of the others is fused.
+    """
     if cfg.adapter.name == "maxtext":
         return _maxtext_problems(cfg)
     model, tp = cfg.model, cfg.parallel.tensor_parallel
@@ -79,7 +90,8 @@ def problems_of(cfg) -> list[tuple[str, object]]:
     if cfg.moe.num_experts == 0:
         ffn = model.ffn_hidden_size // tp
         linears |= {"linear_fc1": (2 * ffn, model.hidden_size), "linear_fc2": (model.hidden_size, ffn)}
-        problems.append(("swiglu", ActivationProblem(tokens, ffn, dtype)))
+        if not is_fused(cfg) or cfg.precision.bf16_layers_at_start + cfg.precision.bf16_layers_at_end:
+            problems.append(("swiglu", ActivationProblem(tokens, ffn, dtype)))
     else:
         ffn, rows = cfg.moe.ffn_hidden_size // tp, tokens * cfg.moe.top_k
         experts = cfg.moe.num_experts // cfg.parallel.expert_parallel
@@ -94,8 +106,39 @@ def problems_of(cfg) -> list[tuple[str, object]]:
     for name, (n, k) in linears.items():
         problems += linear_problems(name, tokens, n, k, dtype, cfg.precision.name, cfg.precision.pow2_scale,
                                     cfg.parallel.grad_accum_fusion)
+    if is_fused(cfg):
+        problems = [fused_casts(cfg, tokens).get(label, (label, problem)) for label, problem in problems]
     problems.append(("loss", LossProblem(tokens, model.vocab_size // tp, dtype)))
     return problems
+
+
+def fused_casts(cfg, tokens: int) -> dict[str, tuple[str, object]]:
+    """Quantisations that are fused with the op before them: the label they replace -> (label, problem)."""
+    kind, model, dtype = numerics.scaling(cfg.precision.name), cfg.model, run_dtype(cfg)
+    pow2 = cfg.precision.pow2_scale and not kind.delayed
+    forward = (kind.forward_format.name, kind.activation, pow2, True, kind.delayed)
+    backward = (kind.gradient_format.name, kind.gradient, pow2, True, kind.delayed)
+    found = {}
+    dense = cfg.moe.num_experts == 0
+    if not cfg.parallel.sequence_parallel:  # there the tokens are gathered between norm and quantisation
+        norm = NormQuantizeProblem(tokens, model.hidden_size, dtype, model.norm_eps, *forward)
+        for name in ("linear_qkv", "linear_fc1") if dense else ("linear_qkv",):
+            found[f"{name}.quantize_x"] = (f"{name}.norm_quantize_x", norm)
+    if dense:
+        ffn = model.ffn_hidden_size // cfg.parallel.tensor_parallel
+        found["linear_fc2.quantize_x"] = ("linear_fc2.swiglu_quantize_x",
+                                          ActivationQuantizeProblem(tokens, ffn, False, dtype, *forward))
+        found["linear_fc1.quantize_dy"] = ("linear_fc1.dswiglu_quantize_dy",
+                                           ActivationQuantizeProblem(tokens, ffn, True, dtype, *backward))
+    return found
+
+
+def parts_of(label: str, made: Plan) -> list[tuple[str, object]]:
+    """(label, problem) of the launches behind a plan that runs the parts of its problem one after the other."""
+    if made.kernel.name != SEPARATE:
+        return []
+    layer, _, launch = label.rpartition(".")  # linear_qkv.norm_quantize_x is linear_qkv.norm, then linear_qkv.quantize_x
+    return [(f"{layer}.{name}", part) for name, (_, part) in zip(launch.split("_", 1), made.problem.parts(), strict=True)]
 
 
 def attention_problem(cfg) -> AttentionProblem:
@@ -201,4 +244,6 @@ def plan_run(cfg, target: Target | str | None = None) -> dict[str, Plan]:
     for label, problem in problems_of(cfg):
         kernel = cfg.attention.kernel if problem.op == "attention" else "auto"
         plans[label] = plan(problem, target, kernel, cfg.run.fallback)
+        for part_label, part in parts_of(label, plans[label]):
+            plans[part_label] = plan(part, target, "auto", cfg.run.fallback)
     return plans

@@ -6,7 +6,9 @@ from te_plugin.torch.functional import (
     attention,
     cross_entropy,
     dequantize,
+    gated_mlp,
     grouped_linear,
+    layer_norm_linear,
     linear,
     positions_of,
     quantize,
@@ -28,5 +30,6 @@ from te_plugin.torch.state import DelayedScaling, LinearState, advance_scaling
 __all__ = [
     "ConvertReport", "DelayedScaling", "DotProductAttention", "GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear",
     "LinearState", "QuantizedTensor", "RMSNorm", "advance_scaling", "align_groups", "attention", "convert", "cross_entropy",
-    "dequantize", "grouped_linear", "linear", "positions_of", "quantize", "rms_norm", "rope", "swiglu",
+    "dequantize", "gated_mlp", "grouped_linear", "layer_norm_linear", "linear", "positions_of", "quantize", "rms_norm", "rope",
+    "swiglu",
 ]

@@ -13,7 +13,7 @@ import torch
 from te_plugin import numerics
 from te_plugin.ops.linear_checks import check_features
 from te_plugin.torch.gemm import Operand, plain_gemm, scaled_gemm
-from te_plugin.torch.quantize import quantize_2d
+from te_plugin.torch.quantize import QuantizedTensor, quantize_2d
 from te_plugin.torch.state import LinearState, operand_options
 
 
@@ -66,46 +66,64 @@ def _mm_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, state: LinearState | None, o: LinearOptions):
-        kind = numerics.scaling(o.precision)
         need_dx, need_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         keep = o.keep_transpose and need_dx
         record = need_dx or need_dw
-        if state is None:
-            xq = quantize_2d(x, operand_options(kind, "activation", o.pow2_scale, need_dw))
-            wq = quantize_2d(weight, operand_options(kind, "weight", o.pow2_scale, keep))
-        else:
-            xq = state.quantize(x, "activation", need_dw, record)
-            wq = state.quantized_weight(weight, keep, record)
+        xq = cast(x, "activation", need_dw, record, state, o)
+        wq = cast_weight(weight, keep, record, state, o)
         y = scaled_gemm(Operand.rowwise(xq), Operand.rowwise(wq), x.dtype, None, o.kernel, o.fallback)
         ctx.save_for_backward(xq.data_t, xq.scale_inv_t, wq.data_t if keep else None, wq.scale_inv_t if keep else None, weight)
-        ctx.state, ctx.o, ctx.kind = state, o, kind
+        ctx.state, ctx.o = state, o
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        x_t, x_scale_t, w_t, w_scale_t, weight = ctx.saved_tensors
-        o, kind, state = ctx.o, ctx.kind, ctx.state
         need_dx, need_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        if state is None:
-            dyq = quantize_2d(dy, operand_options(kind, "gradient", o.pow2_scale, need_dw))
-        else:
-            dyq = state.quantize(dy, "gradient", need_dw, True)
-        dx = dw = None
-        if need_dx:
-            if w_t is None:
-                options = operand_options(kind, "weight", o.pow2_scale, True)
-                wq = quantize_2d(weight, options) if state is None else state.quantize(weight.detach(), "weight", True, False)
-                w_t, w_scale_t = wq.data_t, wq.scale_inv_t
-            right = Operand(w_t, w_scale_t, kind.weight, kind.forward_format.name)
-            dx = scaled_gemm(Operand.rowwise(dyq), right, dy.dtype, None, o.kernel, o.fallback)
-        if need_dw:
-            right = Operand(x_t, x_scale_t, kind.activation, kind.forward_format.name)
-            if o.accumulate_main_grad:
-                scaled_gemm(Operand.transposed(dyq), right, torch.float32, weight.main_grad, o.kernel, o.fallback)
-                dw = _main_grad_done(weight)
-            else:
-                dw = scaled_gemm(Operand.transposed(dyq), right, weight.dtype, None, o.kernel, o.fallback)
+        dyq = cast(dy, "gradient", need_dw, True, ctx.state, ctx.o)
+        dx, dw = fp8_gradients(dyq, dy.dtype, ctx.saved_tensors, ctx.state, ctx.o, need_dx, need_dw)
         return dx, dw, None, None
+
+
+def cast(x: torch.Tensor, operand: str, transpose: bool, record: bool, state: LinearState | None,
+         o: LinearOptions) -> QuantizedTensor:
+    """x[R,C] in FP8 as one operand (activation, weight or gradient) of a layer."""
+    if state is not None:
+        return state.quantize(x, operand, transpose, record)
+    return quantize_2d(x, operand_options(numerics.scaling(o.precision), operand, o.pow2_scale, transpose))
+
+
+def cast_weight(weight: torch.Tensor, transpose: bool, record: bool, state: LinearState | None,
+                o: LinearOptions) -> QuantizedTensor:
+    """The weight in FP8, from the cache of its state where there is one."""
+    if state is not None:
+        return state.quantized_weight(weight, transpose, record)
+    return quantize_2d(weight, operand_options(numerics.scaling(o.precision), "weight", o.pow2_scale, transpose))
+
+
+def fp8_gradients(dyq: QuantizedTensor, dtype: torch.dtype, saved, state: LinearState | None, o: LinearOptions, need_dx: bool,
+                  need_dw: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(dx in `dtype`, dw) of y = x W^T from the quantised dy.
+
+    saved: x^T and its scales, W^T and its scales (None: W is quantised again), W. dw is None, or Megatron's placeholder, when it
+    went into main_grad.
+    """
+    x_t, x_scale_t, w_t, w_scale_t, weight = saved
+    kind = numerics.scaling(o.precision)
+    dx = dw = None
+    if need_dx:
+        if w_t is None:
+            wq = cast(weight.detach(), "weight", True, False, state, o)
+            w_t, w_scale_t = wq.data_t, wq.scale_inv_t
+        right = Operand(w_t, w_scale_t, kind.weight, kind.forward_format.name)
+        dx = scaled_gemm(Operand.rowwise(dyq), right, dtype, None, o.kernel, o.fallback)
+    if need_dw:
+        right = Operand(x_t, x_scale_t, kind.activation, kind.forward_format.name)
+        if o.accumulate_main_grad:
+            scaled_gemm(Operand.transposed(dyq), right, torch.float32, weight.main_grad, o.kernel, o.fallback)
+            dw = _main_grad_done(weight)
+        else:
+            dw = scaled_gemm(Operand.transposed(dyq), right, weight.dtype, None, o.kernel, o.fallback)
+    return dx, dw
 
 
 def _main_grad_done(weight: torch.Tensor) -> torch.Tensor | None:
@@ -140,29 +158,46 @@ def linear(
     """
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x has {x.shape[-1]} features, weight[N,K] has K={weight.shape[-1]}")
-    kind = numerics.scaling(precision)
-    check_features(weight.shape[1], weight.shape[0], precision)
-    if accumulate_main_grad and getattr(weight, "main_grad", None) is None:
-        raise ValueError("accumulate_main_grad=True needs weight.main_grad, an FP32 tensor of the weight's shape")
-    flat = x.reshape(-1, x.shape[-1])
-    if row_mask is not None:
-        flat = torch.where(row_mask.reshape(-1, 1), flat, 0)
     options = LinearOptions(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback)
-    if kind is None:
+    check_call(weight, state, options)
+    flat = masked_rows(x, row_mask)
+    if numerics.scaling(precision) is None:
         y = _PlainLinear.apply(flat, weight, options)
     else:
-        if kind.delayed and state is None:
-            raise ValueError(f"precision {precision} keeps amax histories: pass state=LinearState({precision!r})")
-        if state is not None:
-            if state.precision != precision:
-                raise ValueError(f"state belongs to precision {state.precision!r}, the call asks for {precision!r}")
-            state.begin(weight, torch.is_grad_enabled())
-        padding = -flat.shape[0] % kind.row_multiple if flat.is_cuda else 0
-        if padding:
-            # wgrad contracts over the rows, and tensor cores take them in multiples; rows of zeros change no amax and no sum.
-            y = _Fp8Linear.apply(torch.nn.functional.pad(flat, (0, 0, 0, padding)), weight, state, options)[:flat.shape[0]]
-        else:
-            y = _Fp8Linear.apply(flat, weight, state, options)
+        y = cut_rows(_Fp8Linear.apply(padded_rows(flat, precision), weight, state, options), flat)
     if bias is not None:
         y = y + bias
     return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def check_call(weight: torch.Tensor, state: LinearState | None, o: LinearOptions) -> None:
+    """ValueError for what a linear call cannot do; tells the state that a forward begins."""
+    check_features(weight.shape[1], weight.shape[0], o.precision)
+    if o.accumulate_main_grad and getattr(weight, "main_grad", None) is None:
+        raise ValueError("accumulate_main_grad=True needs weight.main_grad, an FP32 tensor of the weight's shape")
+    kind = numerics.scaling(o.precision)
+    if kind is None:
+        return
+    if kind.delayed and state is None:
+        raise ValueError(f"precision {o.precision} keeps amax histories: pass state=LinearState({o.precision!r})")
+    if state is not None:
+        if state.precision != o.precision:
+            raise ValueError(f"state belongs to precision {state.precision!r}, the call asks for {o.precision!r}")
+        state.begin(weight, torch.is_grad_enabled())
+
+
+def masked_rows(x: torch.Tensor, row_mask: torch.Tensor | None) -> torch.Tensor:
+    """x[...,C] as rows [R,C], those that row_mask[...] calls False replaced by zeros."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if row_mask is None else torch.where(row_mask.reshape(-1, 1), flat, 0)
+
+
+def padded_rows(x: torch.Tensor, precision: str) -> torch.Tensor:
+    """x[R,C] with rows of zeros up to what the tensor cores take: wgrad contracts over rows; zeros change no amax and no sum."""
+    padding = -x.shape[0] % numerics.scaling(precision).row_multiple if x.is_cuda else 0
+    return torch.nn.functional.pad(x, (0, 0, 0, padding)) if padding else x
+
+
+def cut_rows(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """y without the rows that padded_rows added to x. The whole y is not sliced: the gradient of a slice is a copy."""
+    return y if y.shape[0] == x.shape[0] else y[:x.shape[0]]

@@ -13,29 +13,41 @@ from te_plugin.torch import functional as F
 from te_plugin.torch.state import LinearState
 
 
-def _make_state(precision: str, options: dict) -> LinearState | None:
+def _make_state(precision: str, options: dict, device=None) -> LinearState | None:
     if numerics.scaling(precision) is None:
         if options:
             raise ValueError(f"{', '.join(options)}: precision {precision} has no FP8 state, so these options do nothing")
         return None
-    return LinearState(precision, **options)
+    # A layer without storage gets its few numbers all the same: nothing would fill them in later.
+    on_meta = device is not None and torch.device(device).type == "meta"
+    return LinearState(precision, device=None if on_meta else device, **options)
+
+
+def _call_options(layer: nn.Module) -> dict:
+    """The options of a layer's call that are neither tensors nor its state."""
+    state = layer.state
+    return dict(pow2_scale=state.pow2_scale if state is not None else False,
+                keep_transpose=state.keep_transpose if state is not None else True,
+                accumulate_main_grad=layer.accumulate_main_grad, kernel=layer.kernel, fallback=layer.fallback)
 
 
 class Linear(nn.Module):
     """y[...,out] = x[...,in] W^T + b in a given precision, with a weight cache and (fp8_delayed) amax histories.
 
+    accumulate_main_grad: dW is added to weight.main_grad (FP32, set by the caller) in place of weight.grad.
     state_options: weight_cache, keep_transpose, pow2_scale, history_len, amax_compute (see LinearState).
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, precision: str = "bf16", device=None,
-                 dtype=None, kernel: str = "auto", fallback: str = "error", **state_options):
+                 dtype=None, accumulate_main_grad: bool = False, kernel: str = "auto", fallback: str = "error",
+                 **state_options):
         super().__init__()
         check_features(in_features, out_features, precision)
         self.in_features, self.out_features, self.precision = in_features, out_features, precision
-        self.kernel, self.fallback = kernel, fallback
+        self.accumulate_main_grad, self.kernel, self.fallback = accumulate_main_grad, kernel, fallback
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
-        self.state = _make_state(precision, state_options)
+        self.state = _make_state(precision, state_options, device)
         if self.weight.device.type != "meta":
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
@@ -43,11 +55,7 @@ class Linear(nn.Module):
         return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, precision={self.precision}"
 
     def forward(self, x: torch.Tensor, row_mask: torch.Tensor | None = None) -> torch.Tensor:
-        state = self.state
-        return F.linear(x, self.weight, self.bias, self.precision, state=state, row_mask=row_mask,
-                        pow2_scale=state.pow2_scale if state is not None else False,
-                        keep_transpose=state.keep_transpose if state is not None else True,
-                        kernel=self.kernel, fallback=self.fallback)
+        return F.linear(x, self.weight, self.bias, self.precision, state=self.state, row_mask=row_mask, **_call_options(self))
 
 
 class GroupedLinear(nn.Module):
@@ -88,42 +96,68 @@ class RMSNorm(nn.Module):
 
 
 class LayerNormLinear(nn.Module):
-    """RMSNorm, then Linear. Parameters: layer_norm_weight[in], weight[out,in], bias[out] (as Megatron names them)."""
+    """RMSNorm, then Linear. Parameters: layer_norm_weight[in], weight[out,in], bias[out] (as Megatron names them).
+
+    In FP8 the normed tensor is quantised where it is made (functional.layer_norm_linear); results equal RMSNorm then Linear.
+    """
 
     def __init__(self, in_features: int, out_features: int, eps: float = 1e-5, bias: bool = False, *, precision: str = "bf16",
-                 device=None, dtype=None, kernel: str = "auto", fallback: str = "error", **state_options):
+                 device=None, dtype=None, accumulate_main_grad: bool = False, kernel: str = "auto", fallback: str = "error",
+                 **state_options):
         super().__init__()
         check_features(in_features, out_features, precision)
         self.eps, self.precision, self.kernel, self.fallback = eps, precision, kernel, fallback
+        self.accumulate_main_grad = accumulate_main_grad
         self.layer_norm_weight = nn.Parameter(torch.ones(in_features, device=device, dtype=dtype))
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
-        self.state = _make_state(precision, state_options)
+        self.state = _make_state(precision, state_options, device)
         if self.weight.device.type != "meta":
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]} -> {self.weight.shape[0]}, eps={self.eps}, precision={self.precision}"
+
     def forward(self, x: torch.Tensor, row_mask: torch.Tensor | None = None) -> torch.Tensor:
-        normed = F.rms_norm(x, self.layer_norm_weight, self.eps, fallback=self.fallback)
-        state = self.state
-        return F.linear(normed, self.weight, self.bias, self.precision, state=state, row_mask=row_mask,
-                        pow2_scale=state.pow2_scale if state is not None else False,
-                        keep_transpose=state.keep_transpose if state is not None else True,
-                        kernel=self.kernel, fallback=self.fallback)
+        return F.layer_norm_linear(x, self.layer_norm_weight, self.weight, self.bias, self.eps, self.precision,
+                                   state=self.state, row_mask=row_mask, **_call_options(self))
 
 
 class LayerNormMLP(nn.Module):
-    """RMSNorm, gate and up projection, SwiGLU, down projection: the MLP block of a llama without its residual."""
+    """RMSNorm, gate and up projection, SwiGLU, down projection: the MLP block of a llama without its residual.
+
+    In FP8 the whole block is one call (functional.gated_mlp) that quantises each tensor where it is made. fc1 and fc2 hold the
+    parameters; they are called one after the other, with the same results, where one of them was replaced, carries a bias or
+    has hooks (which only a call would run; FSDP2 gathers the weights of a layer of its own in one).
+    """
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, *, precision: str = "bf16", device=None,
-                 dtype=None, kernel: str = "auto", fallback: str = "error", **state_options):
+                 dtype=None, accumulate_main_grad: bool = False, kernel: str = "auto", fallback: str = "error",
+                 **state_options):
         super().__init__()
-        common = dict(precision=precision, device=device, dtype=dtype, kernel=kernel, fallback=fallback, **state_options)
+        common = dict(precision=precision, device=device, dtype=dtype, accumulate_main_grad=accumulate_main_grad, kernel=kernel,
+                      fallback=fallback, **state_options)
         self.fallback = fallback
         self.fc1 = LayerNormLinear(hidden_size, 2 * ffn_hidden_size, eps, **common)
         self.fc2 = Linear(ffn_hidden_size, hidden_size, bias=False, **common)
 
     def forward(self, x: torch.Tensor, row_mask: torch.Tensor | None = None) -> torch.Tensor:
-        return self.fc2(F.swiglu(self.fc1(x, row_mask), fallback=self.fallback), row_mask)
+        fc1, fc2 = self.fc1, self.fc2
+        if not self._is_one_call():
+            return fc2(F.swiglu(fc1(x, row_mask), fallback=self.fallback), row_mask)
+        return F.gated_mlp(x, fc1.layer_norm_weight, fc1.weight, fc2.weight, fc1.eps, fc1.precision,
+                           states=(fc1.state, fc2.state), row_mask=row_mask, **_call_options(fc1))
+
+    def _is_one_call(self) -> bool:
+        fc1, fc2 = self.fc1, self.fc2
+        return (type(fc1) is LayerNormLinear and type(fc2) is Linear and fc1.bias is None and fc2.bias is None
+                and fc1.precision == fc2.precision and _call_options(fc1) == _call_options(fc2)
+                and not any(has_hooks(layer) for layer in (fc1, fc2)))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling a module does more than its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 class DotProductAttention(nn.Module):

@@ -52,7 +52,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 # RMSNorm -------------------------------------------------------------------------------------------------------------------
 
-def _norm_forward(x, weight, options):
+def norm_forward_impl(x, weight, options):
     chosen = _plan(NormProblem, tuple(x.shape), dtype_name(x), x.device, options)
     eps = chosen.problem.eps
     if _composite(chosen, "forward"):
@@ -64,7 +64,7 @@ def _norm_forward(x, weight, options):
     return y, rstd
 
 
-def _norm_backward(dy, x, weight, rstd, options):
+def norm_backward_impl(dy, x, weight, rstd, options):
     chosen = _plan(NormProblem, tuple(x.shape), dtype_name(x), x.device, options)
     if _composite(chosen, "backward"):
         g, normed = dy.float() * weight.float(), x.float() * rstd[:, None]
@@ -76,9 +76,9 @@ def _norm_backward(dy, x, weight, rstd, options):
     return dx, dw
 
 
-define("rms_norm_forward(Tensor x, Tensor weight, str options) -> (Tensor, Tensor)", _norm_forward,
+define("rms_norm_forward(Tensor x, Tensor weight, str options) -> (Tensor, Tensor)", norm_forward_impl,
        lambda x, weight, options: (torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)))
-define("rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, str options) -> (Tensor, Tensor)", _norm_backward,
+define("rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, str options) -> (Tensor, Tensor)", norm_backward_impl,
        lambda dy, x, weight, rstd, options: (torch.empty_like(x), x.new_empty(x.shape[1], dtype=torch.float32)))
 
 
@@ -110,7 +110,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, *, kernel
 
 # SwiGLU --------------------------------------------------------------------------------------------------------------------
 
-def _swiglu_forward(x, options):
+def swiglu_forward_impl(x, options):
     rows, columns = x.shape[0], x.shape[1] // 2
     chosen = _plan(ActivationProblem, (rows, columns), dtype_name(x), x.device, options)
     if _composite(chosen, "forward"):
@@ -121,7 +121,7 @@ def _swiglu_forward(x, options):
     return y
 
 
-def _swiglu_backward(dy, x, options):
+def swiglu_backward_impl(dy, x, options):
     chosen = _plan(ActivationProblem, (x.shape[0], x.shape[1] // 2), dtype_name(x), x.device, options)
     if _composite(chosen, "backward"):
         gate, up = x.float().chunk(2, -1)
@@ -132,9 +132,9 @@ def _swiglu_backward(dy, x, options):
     return dx
 
 
-define("swiglu_forward(Tensor x, str options) -> Tensor", _swiglu_forward,
+define("swiglu_forward(Tensor x, str options) -> Tensor", swiglu_forward_impl,
        lambda x, options: x.new_empty((x.shape[0], x.shape[1] // 2)))
-define("swiglu_backward(Tensor dy, Tensor x, str options) -> Tensor", _swiglu_backward,
+define("swiglu_backward(Tensor dy, Tensor x, str options) -> Tensor", swiglu_backward_impl,
        lambda dy, x, options: torch.empty_like(x))
 
 

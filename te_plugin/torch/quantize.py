@@ -69,9 +69,9 @@ def _plan(rows, columns, dtype, device, key) -> Plan:
     return plan(problem, target_of(device), o.kernel, o.fallback)
 
 
-def _outputs(x, o: QuantizeOptions):
-    rows, columns = x.shape
-    fp8, device = TORCH_DTYPE[o.format], x.device
+def outputs_of(rows: int, columns: int, device, o: QuantizeOptions):
+    """Room for data, scale_inv, data_t, scale_inv_t, stats of a quantised [rows, columns]; empty copies unless asked for."""
+    fp8 = TORCH_DTYPE[o.format]
     scale_dtype = torch.uint8 if o.granularity == "mx" else torch.float32
     empty = functools.partial(torch.empty, device=device)
     data = empty((rows, columns), dtype=fp8)
@@ -89,7 +89,7 @@ def quantize_impl(x, scale, options: str):
     if x.stride(-1) != 1 and x.shape[-1] != 1:
         x = x.contiguous()
     chosen = _plan(x.shape[0], x.shape[1], dtype_name(x), x.device, options)
-    outputs = _outputs(x, o)
+    outputs = outputs_of(x.shape[0], x.shape[1], x.device, o)
     data, scale_inv, data_t, scale_inv_t, stats = outputs
     if o.delayed and o.transpose:
         launch(chosen, "given_transpose", x, scale, data, data_t, scale_inv, stats, *chosen.attributes)
@@ -104,7 +104,7 @@ def quantize_impl(x, scale, options: str):
 
 
 define("quantize(Tensor x, Tensor? scale, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", quantize_impl,
-       lambda x, scale, options: _outputs(x, QuantizeOptions.from_key(options)))
+       lambda x, scale, options: outputs_of(x.shape[0], x.shape[1], x.device, QuantizeOptions.from_key(options)))
 _quantize_op = torch.ops.te_plugin.quantize.default
 
 
@@ -180,7 +180,7 @@ def quantize(
 
 def scale_from_amax(amax: torch.Tensor, fmt: numerics.Fp8Format, pow2: bool = False) -> torch.Tensor:
     """FP32 scale (not its inverse) of an amax tensor, on its device; the torch twin of numerics.scale_from_amax."""
-    amax = torch.where(torch.isinf(amax), numerics.FLT_MAX, amax)
+    amax = amax.masked_fill(torch.isinf(amax), numerics.FLT_MAX)
     # A tensor, not a number: torch computes number / tensor as number * reciprocal, which rounds twice.
     limit = torch.full_like(amax, fmt.max)
     if pow2:

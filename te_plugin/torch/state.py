@@ -37,15 +37,24 @@ class DelayedScaling(nn.Module):
     def format(self, operand: int) -> numerics.Fp8Format:
         return self.scaling.gradient_format if operand == 2 else self.scaling.forward_format
 
+    def cast_of(self, operand: str, transpose: bool) -> tuple[QuantizeOptions, torch.Tensor]:
+        """How an operand is quantised in this step: the options and the given scale, FP32[1]."""
+        index = self.OPERANDS.index(operand)
+        return QuantizeOptions(self.format(index).name, "tensor", False, transpose, True), self.scale[index:index + 1]
+
+    def record(self, operand: str, amax: torch.Tensor) -> None:
+        """Fold the amax of something quantised into the history."""
+        index = self.OPERANDS.index(operand)
+        slot = self.history[index, 0]
+        slot.copy_(torch.maximum(slot, amax))
+        self.seen[index].fill_(1)
+
     def quantize(self, x: torch.Tensor, operand: str, transpose: bool = False, record: bool = True) -> QuantizedTensor:
         """Quantise x[R,C] with the scale of this step; record its amax unless the call is outside training."""
-        index = self.OPERANDS.index(operand)
-        options = QuantizeOptions(self.format(index).name, "tensor", False, transpose, True)
-        made = quantize_2d(x, options, self.scale[index:index + 1])
+        options, scale = self.cast_of(operand, transpose)
+        made = quantize_2d(x, options, scale)
         if record:
-            slot = self.history[index, 0]
-            slot.copy_(torch.maximum(slot, made.stats[0]))
-            self.seen[index] = 1
+            self.record(operand, made.stats[0])
         return made
 
     @torch.no_grad()
@@ -56,13 +65,13 @@ class DelayedScaling(nn.Module):
             torch.distributed.all_reduce(packed, op=torch.distributed.ReduceOp.MAX, group=group)
             self.history[:, 0], self.seen[:] = packed[:3], packed[3:]
         amax = self.history.max(dim=1).values if self.amax_compute == "max" else self.history[:, 0]
-        amax = torch.where(torch.isnan(self.history[:, 0]), self.scale.new_tensor(0.0), amax)
+        amax = amax.masked_fill(torch.isnan(self.history[:, 0]), 0.0)
         limit = [scale_from_amax(amax[i:i + 1], self.format(i)) for i in range(3)]
         ran = self.seen > 0
         # A step whose amax is 0, NaN or infinite says nothing about the next one: its scale is kept.
         usable = ran & (amax > 0) & torch.isfinite(amax)
         self.scale.copy_(torch.where(usable, torch.cat(limit), self.scale))
-        newest = torch.where(torch.isfinite(self.history[:, :1]), self.history[:, :1], 0.0)
+        newest = self.history[:, :1].masked_fill(~torch.isfinite(self.history[:, :1]), 0.0)
         rolled = torch.cat([torch.zeros_like(newest), newest, self.history[:, 1:-1]], dim=1)[:, :self.history.shape[1]]
         self.history.copy_(torch.where(ran[:, None], rolled, self.history))
         self.seen.zero_()
@@ -76,11 +85,11 @@ class DelayedScaling(nn.Module):
         index = self.OPERANDS.index(operand)
         fresh = self.fresh[index:index + 1] > 0
         amax = x.detach().abs().max().float().reshape(1) if x.numel() else self.scale.new_zeros(1)
-        amax = torch.where(torch.isfinite(amax), amax, 0.0)
-        self.history[index].copy_(torch.where(fresh, 0.0, self.history[index]))
+        amax = amax.masked_fill(~torch.isfinite(amax), 0.0)
+        self.history[index].masked_fill_(fresh, 0.0)
         scale = self.scale[index:index + 1]
         scale.copy_(torch.where(fresh, scale_from_amax(amax, self.format(index)), scale))
-        self.fresh[index] = 0
+        self.fresh[index].fill_(0)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         key = prefix + "history"
@@ -143,21 +152,35 @@ class LinearState(nn.Module):
             self.delayed.advance()
         self._advanced_for = identity
 
-    def quantize(self, x: torch.Tensor, operand: str, transpose: bool, record: bool) -> QuantizedTensor:
-        """Quantise one operand (activation, weight or gradient) x[R,C] as this layer's scaling says."""
+    def needs_values(self, operand: str) -> bool:
+        """Whether the next quantisation of an operand must see its values first (a history that has not begun)."""
+        return operand in self._uncalibrated
+
+    def cast_of(self, operand: str, transpose: bool) -> tuple[QuantizeOptions, torch.Tensor | None]:
+        """How an operand is quantised now, for a kernel that also makes it: options, and the given scale (fp8_delayed)."""
         if self.delayed is not None:
-            if operand in self._uncalibrated:
-                # A history starts from what is there. Scale 1 would flush the gradients of the first step to zero (a mean over
-                # tokens makes them far smaller than E5M2's smallest value), and after a plain checkpoint was loaded the scale
-                # of the random weights would clip the loaded ones.
-                self.delayed.calibrate(x, operand)
-                if not torch.compiler.is_compiling():
-                    self._uncalibrated.discard(operand)
-            made = self.delayed.quantize(x, operand, transpose, record)
-        else:
-            made = quantize_2d(x, operand_options(self.kind, operand, self.pow2_scale, transpose))
+            return self.delayed.cast_of(operand, transpose)
+        return operand_options(self.kind, operand, self.pow2_scale, transpose), None
+
+    def note(self, operand: str, made: QuantizedTensor, record: bool) -> None:
+        """Keep the statistics of an operand that such a kernel made."""
+        if record and self.delayed is not None:
+            self.delayed.record(operand, made.stats[0])
         if record and not torch.compiler.is_compiling():
             self.last_stats[operand] = made.stats
+
+    def quantize(self, x: torch.Tensor, operand: str, transpose: bool, record: bool) -> QuantizedTensor:
+        """Quantise one operand (activation, weight or gradient) x[R,C] as this layer's scaling says."""
+        if operand in self._uncalibrated:
+            # A history starts from what is there. Scale 1 would flush the gradients of the first step to zero (a mean over
+            # tokens makes them far smaller than E5M2's smallest value), and after a plain checkpoint was loaded the scale
+            # of the random weights would clip the loaded ones.
+            self.delayed.calibrate(x, operand)
+            if not torch.compiler.is_compiling():
+                self._uncalibrated.discard(operand)
+        options, scale = self.cast_of(operand, transpose)
+        made = quantize_2d(x, options, scale)
+        self.note(operand, made, record)
         return made
 
     def quantized_weight(self, weight: torch.Tensor, transpose: bool, record: bool) -> QuantizedTensor:

@@ -34,6 +34,29 @@ class _Weight:
         return bool(getattr(self.parameter, "tensor_model_parallel", False))
 
 
+# A norm that a linear layer holds, and the name it has as a module of its own: checkpoints, sums over weights and the weights'
+# fingerprint are the same for both forms.
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight", ""),
+    "mlp.linear_fc1.layer_norm_weight": ("pre_mlp_layernorm.weight", "mlp."),
+}
+
+
+def stored_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) as a model has them whose norms are modules of their own, in the order of such a model."""
+    found: list[tuple[str, nn.Parameter]] = []
+    for name, parameter in model.named_parameters():
+        part = next((part for part in _FUSED_NORMS if name.endswith("." + part)), None)
+        if part is None:
+            found.append((name, parameter))
+            continue
+        layer = name.removesuffix(part)
+        alone, stands_before = _FUSED_NORMS[part]
+        place = next((i for i, (other, _) in enumerate(found) if other.startswith(layer + stands_before)), len(found))
+        found.insert(place, (layer + alone, parameter))
+    return found
+
+
 class MasterAdamW:
     """Decay applies to matrices only (norm weights and biases have none). Learning rate is given at each step."""
 
@@ -50,7 +73,7 @@ class MasterAdamW:
     ):
         self.world, self.clip_grad = world, clip_grad
         self.weights: list[_Weight] = []
-        for name, parameter in model.named_parameters():
+        for name, parameter in stored_parameters(model):
             if not parameter.requires_grad:
                 continue
             if isinstance(parameter, DTensor) and parameter.dtype != torch.float32:

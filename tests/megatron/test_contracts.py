@@ -12,7 +12,7 @@ import pytest
 import torch
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer import attention, mlp, torch_norm
+from megatron.core.transformer import attention, mlp, torch_norm, transformer_layer
 from megatron.core.transformer.moe import moe_layer
 
 from te_plugin import megatron as plugin
@@ -21,6 +21,8 @@ PROTOCOLS = [
     (attention.LinearQkvBuilder, plugin.ColumnParallelLinear),
     (attention.LinearLayerBuilder, plugin.ColumnParallelLinear),
     (mlp.LinearFc1Builder, plugin.ColumnParallelLinear),
+    (attention.LinearQkvBuilder, plugin.LayerNormColumnParallelLinear),
+    (mlp.LinearFc1Builder, plugin.LayerNormColumnParallelLinear),
     (attention.LinearProjBuilder, plugin.RowParallelLinear),
     (mlp.LinearFc2Builder, plugin.RowParallelLinear),
     (attention.CoreAttentionBuilder, plugin.CoreAttention),
@@ -32,6 +34,8 @@ PROTOCOLS = [
 INTERFACES = [
     (attention.LinearQkvInterface, plugin.ColumnParallelLinear),
     (mlp.LinearFc1Interface, plugin.ColumnParallelLinear),
+    (attention.LinearQkvInterface, plugin.LayerNormColumnParallelLinear),
+    (mlp.LinearFc1Interface, plugin.LayerNormColumnParallelLinear),
     (attention.LinearProjInterface, plugin.RowParallelLinear),
     (mlp.LinearFc2Interface, plugin.RowParallelLinear),
     (attention.CoreAttentionInterface, plugin.CoreAttention),
@@ -93,7 +97,9 @@ def calls_of(source_module, attribute: str) -> list[set[str]]:
     (attention, "linear_qkv", plugin.ColumnParallelLinear),
     (attention, "linear_proj", plugin.RowParallelLinear),
     (attention, "core_attention", plugin.CoreAttention),
+    (attention, "linear_qkv", plugin.LayerNormColumnParallelLinear),
     (mlp, "linear_fc1", plugin.ColumnParallelLinear),
+    (mlp, "linear_fc1", plugin.LayerNormColumnParallelLinear),
     (mlp, "linear_fc2", plugin.RowParallelLinear),
 ])
 def test_the_real_call_sites_pass_only_arguments_the_modules_know(source, attribute, module):
@@ -103,6 +109,16 @@ def test_the_real_call_sites_pass_only_arguments_the_modules_know(source, attrib
     assert calls, f"{source.__name__} no longer calls submodules.{attribute}"
     for names in calls:
         assert names <= known, f"megatron-core passes {names - known}"
+
+
+def test_the_mlp_takes_what_megatrons_mlp_takes():
+    assert inspect.signature(plugin.GatedMLP.__init__) == inspect.signature(mlp.MLP.__init__)
+    assert inspect.signature(plugin.GatedMLP.forward) == inspect.signature(mlp.MLP.forward)
+    tree = ast.parse(Path(inspect.getsourcefile(transformer_layer)).read_text())
+    built = [{k.arg for k in node.keywords} for node in ast.walk(tree) if isinstance(node, ast.Call)
+             and isinstance(node.func, ast.Attribute) and node.func.attr == "mlp" and isinstance(node.func.value, ast.Name)]
+    known = {p.name for p in parameters(mlp.MLP.as_mlp_submodule)}
+    assert built and all(names <= known for names in built), built
 
 
 def test_the_provider_answers_every_question_of_the_protocol():

@@ -38,6 +38,14 @@ def test_fp8_under_tensor_parallelism_differs_by_rounding_only(found):
     assert found["fp8"]["split"] == pytest.approx(found["fp8"]["whole"], rel=5e-3)
 
 
+@pytest.mark.parametrize("precision", ["fp8_current", "fp8_delayed"])
+def test_norms_fused_into_split_layers_change_no_bit(found, precision):
+    """The gradient of the normed tensor is added up over the ranks before it reaches the norm."""
+    run = found["fused"][precision]
+    assert run["norm"] == "LayerNormColumnParallelLinear"
+    assert run["fused"] == run["separate"] and run["different"] == []
+
+
 def test_a_checkpoint_of_two_ranks_holds_the_tensors_of_one(found):
     for case in ("fp32", "tied"):
         assert found[case]["misplaced"] == [] and found[case]["parts"] > 10

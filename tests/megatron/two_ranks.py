@@ -38,6 +38,7 @@ from megatron_models import mean_loss, packed_batch, small_config  # noqa: E402
 
 from te_plugin import megatron as plugin  # noqa: E402
 from te_plugin.megatron.arguments import take_shard  # noqa: E402
+from te_plugin.training.optimizer import stored_parameters  # noqa: E402
 
 AFTER = callables()
 CHANGED = [str(key) for key, identity in BEFORE.items() if AFTER.get(key) != identity]
@@ -85,6 +86,17 @@ def tensor_parallel(*overrides: str) -> dict:
             misplaced.append(key)
     return {"split": split_losses, "whole": whole_losses, "worst_parameter": worst, "misplaced": misplaced,
             "parts": len(places)}
+
+
+def fused_and_separate(*overrides: str) -> dict:
+    """Losses and weights of both forms of a model on this rank, split over two ranks: they must not differ by a bit."""
+    split = ("parallel=ddp", "parallel.tensor_parallel=2", *overrides)
+    models = [model_of(*split, f"precision.fuse={fuse}") for fuse in ("true", "false")]
+    losses = [train(model) for model in models]
+    pairs = zip(*(stored_parameters(model) for model in models), strict=True)
+    different = [name for (name, a), (_, b) in pairs if not torch.equal(a, b)]
+    return {"fused": losses[0], "separate": losses[1], "different": different,
+            "norm": type(models[0].decoder.layers[0].self_attention.linear_qkv).__name__}
 
 
 def checkpoint_parts(model, join: bool = False) -> dict:
@@ -148,6 +160,7 @@ def main() -> None:
         "changed_in_megatron": CHANGED, "callables": len(BEFORE),
         "fp32": tensor_parallel(), "tied": tensor_parallel("model.tie_embeddings=true"),
         "fp8": tensor_parallel("precision=fp8_current"),
+        "fused": {name: fused_and_separate(f"precision={name}") for name in ("fp8_current", "fp8_delayed")},
         "fsdp2": fully_sharded(), "refusals": refusals(),
     }
     if torch.distributed.get_rank() == 0:

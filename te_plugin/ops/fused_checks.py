@@ -1,0 +1,44 @@
+"""What the ops that end in a quantisation share: the limits of the fused kernels, and the way without fusion.
+
+A problem of such an op has `parts()`: the op and the quantisation that the fused kernel replaces.
+"""
+
+from __future__ import annotations
+
+from te_plugin import numerics
+from te_plugin.ops.checks import first_reason, wrong_arch, wrong_dtype
+from te_plugin.plan import PlanError, Supported, Target, Unsupported, plan, registered
+
+SEPARATE = "separate"
+
+
+def sm90_reason(problem, target: Target) -> str | None:
+    """Limits that the fused kernels of csrc/sm90/fused.cu have in common."""
+    return first_reason(
+        wrong_arch(target, "sm90"),
+        "is wired for torch only" if target.framework == "jax" else None,
+        wrong_dtype(problem.dtype, "bf16"),
+        f"writes the OCP formats e4m3 and e5m2, not {problem.format}" if problem.format not in ("e4m3", "e5m2") else None,
+        f"writes e5m2 with one scale a tensor only, not per {problem.granularity}"
+        if problem.format == "e5m2" and problem.granularity != "tensor" else None,
+        f"{problem.columns} columns are not a multiple of 8" if problem.columns % 8 else None,
+    )
+
+
+def quantize_attributes(problem) -> tuple[int, ...]:
+    """Granularity code, format code, pow2: what the fused functions take after the tensors."""
+    return (numerics.GRANULARITY_CODE[problem.granularity], numerics.FORMATS[problem.format].code, int(problem.pow2_scale))
+
+
+def separate_supports(problem, target: Target) -> Supported | Unsupported:
+    """Both parts have a kernel. Whether framework maths may be one of them is for the plans of the parts to say."""
+    if target.framework == "jax":
+        return Unsupported("is wired for torch only")
+    names = []
+    for name, part in problem.parts():
+        try:
+            names.append(f"{name} {plan(part, target, fallback='allow').kernel.name}")
+        except PlanError:
+            why = "; ".join(f"{kernel.name} {kernel.supports(part, target).reason}" for kernel in registered(part.op))
+            return Unsupported(f"has no kernel for {name}: {why}")
+    return Supported(f"one after the other: {', '.join(names)}")
