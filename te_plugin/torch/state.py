@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from te_plugin import numerics
-from te_plugin.torch.quantize import QuantizedTensor, QuantizeOptions, quantize_2d, scale_from_amax
+from te_plugin.torch.quantize import QuantizedTensor, QuantizeOptions, quantize_2d, quantize_experts, scale_from_amax
 
 AMAX_COMPUTE = ("max", "most_recent")
 
@@ -144,7 +144,8 @@ class LinearState(nn.Module):
         self._advanced_for = identity
 
     def quantize(self, x: torch.Tensor, operand: str, transpose: bool, record: bool) -> QuantizedTensor:
-        """Quantise one operand (activation, weight or gradient) x[R,C] as this layer's scaling says."""
+        """Quantise one operand (activation, weight or gradient) as this layer's scaling says: x[R,C], or experts' weights
+        [E,N,K]."""
         if self.delayed is not None:
             if operand in self._uncalibrated:
                 # A history starts from what is there. Scale 1 would flush the gradients of the first step to zero (a mean over
@@ -155,7 +156,8 @@ class LinearState(nn.Module):
                     self._uncalibrated.discard(operand)
             made = self.delayed.quantize(x, operand, transpose, record)
         else:
-            made = quantize_2d(x, operand_options(self.kind, operand, self.pow2_scale, transpose))
+            quantise = quantize_experts if x.dim() == 3 else quantize_2d
+            made = quantise(x, operand_options(self.kind, operand, self.pow2_scale, transpose))
         if record and not torch.compiler.is_compiling():
             self.last_stats[operand] = made.stats
         return made
