@@ -110,6 +110,7 @@ class Kernel:
     "sm90"); for a kernel that exists in one framework only, `library` is None and the framework's layer knows the name.
     attributes(problem) are the static scalars passed after the tensors.
     composite: written in framework maths, last in the order, and a fallback on a GPU.
+    measured: where several measured kernels of an op can run a problem on a GPU, a Tuner may say which is faster.
     """
 
     name: str
@@ -120,12 +121,37 @@ class Kernel:
     buffers: Callable[[Any], tuple[BufferSpec, ...]] = lambda problem: ()
     attributes: Callable[[Any], tuple[int | float, ...]] = lambda problem: ()
     composite: bool = False
+    measured: bool = False
     describe_layout: Callable[[Any], str] = lambda problem: ""
 
 
 @dataclass(frozen=True)
+class Choice:
+    """A Tuner's answer. seconds: of every kernel it measured; None when it could not, and `reason` then says why.
+
+    provisional: the answer holds for this call only, because a later one may be able to measure.
+    """
+
+    kernel: str
+    seconds: Mapping[str, float] | None
+    reason: str = ""
+    provisional: bool = False
+
+
+class Tuner(Protocol):
+    """Chooses between kernels that can all run a problem, by measuring. A framework's layer provides it (set_tuner)."""
+
+    def choose(self, problem: Problem, plans: tuple[Plan, ...]) -> Choice | None:
+        """plans: one for every able kernel, in their order. None: not this tuner's business (another framework's target)."""
+        ...
+
+
+@dataclass(frozen=True)
 class Plan:
-    """The decision for one problem on one target: the kernel, its scratch, and why the others were not taken."""
+    """The decision for one problem on one target: the kernel, its scratch, and why the others were not taken.
+
+    provisional: nothing could be measured at this moment, so the plan is made again at the next call.
+    """
 
     problem: Any
     target: Target
@@ -135,6 +161,7 @@ class Plan:
     note: str
     rejected: tuple[tuple[str, str], ...]
     is_fallback: bool
+    provisional: bool = False
 
     def buffers_of(self, stage: str) -> tuple[BufferSpec, ...]:
         return tuple(spec for spec in self.buffers if spec.stage == stage)
@@ -156,6 +183,50 @@ class Plan:
 
 
 _registry: dict[str, list[Kernel]] = {}
+_tuner: Tuner | None = None
+_caches: list[Callable[[], None]] = []
+
+
+def set_tuner(tuner: Tuner | None) -> Tuner | None:
+    """Let kernel="auto" measure (None: take the first able kernel in the order). Returns the tuner before; forgets all plans."""
+    global _tuner
+    before, _tuner = _tuner, tuner
+    forget_plans()
+    return before
+
+
+def forget_plans() -> None:
+    """Empty every cache made by `remember`: the kernels, or the way to choose between them, have changed."""
+    for clear in _caches:
+        clear()
+
+
+class _OnlyNow(Exception):
+    """Carries a provisional plan past a cache, which keeps results but no exceptions."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+
+
+def remember(make: Callable[..., Plan]) -> Callable[..., Plan]:
+    """functools.lru_cache for a function that makes plans: provisional ones are not kept, and forget_plans() empties it."""
+
+    @functools.lru_cache(maxsize=4096)
+    def kept(*arguments):
+        made = make(*arguments)
+        if made.provisional:
+            raise _OnlyNow(made)
+        return made
+
+    @functools.wraps(make)
+    def ask(*arguments):
+        try:
+            return kept(*arguments)
+        except _OnlyNow as now:
+            return now.plan
+
+    _caches.append(kept.cache_clear)
+    return ask
 
 
 def register(kernel: Kernel) -> Kernel:
@@ -165,14 +236,14 @@ def register(kernel: Kernel) -> Kernel:
         raise ValueError(f"kernel {kernel.name!r} of op {kernel.op!r} is registered already")
     kernels.append(kernel)
     kernels.sort(key=lambda k: k.composite)
-    plan_cached.cache_clear()
+    forget_plans()
     return kernel
 
 
 def unregister(op: str, name: str) -> None:
     """Take a kernel out again (kernels that a test or a sabotaged run brought along)."""
     _registry[op] = [kernel for kernel in _registry.get(op, ()) if kernel.name != name]
-    plan_cached.cache_clear()
+    forget_plans()
 
 
 def registered(op: str) -> tuple[Kernel, ...]:
@@ -192,7 +263,8 @@ def plan(problem: Problem, target: Target | str = "auto", kernel: str = "auto", 
     """Choose the kernel for a problem.
 
     target: a Target, an architecture name, or "auto" (this machine: sm90 when a Hopper GPU is visible, else cpu).
-    kernel: "auto" asks every kernel in order; a name asks that one alone, and its reason is the error.
+    kernel: "auto" asks every kernel in order, and where several `measured` ones can run it, the Tuner if there is one; a name
+    asks that one alone, and its reason is the error.
     fallback: what a composite kernel on a GPU means: "error" refuses, "warn" warns once a problem, "allow" takes it.
     Raises PlanError when nothing can run it; the message lists what was asked and why not.
     """
@@ -205,7 +277,7 @@ def plan(problem: Problem, target: Target | str = "auto", kernel: str = "auto", 
     return plan_cached(problem, target, kernel, fallback)
 
 
-@functools.lru_cache(maxsize=4096)
+@remember
 def plan_cached(problem, target: Target, kernel: str, fallback: str) -> Plan:
     candidates = registered(problem.op)
     if kernel != "auto":
@@ -218,27 +290,60 @@ def plan_cached(problem, target: Target, kernel: str, fallback: str) -> Plan:
             raise PlanError(f"{problem.op}: kernel {kernel!r} cannot run this on {target.arch}: {verdict.reason}. "
                             f"Asked: {problem}. Use kernel=auto, or change what the reason names.")
         return _build(problem, target, named[0], verdict, rejected=())
-    chosen, verdict, rejected = None, None, []
+    able, refused = [], {}
     for candidate in candidates:
         answer = _verdict(candidate, problem, target)
         if not answer:
-            rejected.append((candidate.name, answer.reason))
-        elif chosen is not None:
-            rejected.append((candidate.name, f"{chosen.name} comes first"))
-        elif candidate.composite and target.is_gpu and fallback == "error":
-            rejected.append((candidate.name, "framework maths is a fallback on a GPU and fallback=error"))
+            refused[candidate.name] = answer.reason
+        elif candidate.composite and target.is_gpu and fallback == "error" and not able:
+            refused[candidate.name] = "framework maths is a fallback on a GPU and fallback=error"
         else:
-            chosen, verdict = candidate, answer
-    if chosen is None:
-        reasons = "".join(f"\n  {name}: {reason}" for name, reason in rejected) or "\n  (no kernel is registered)"
+            able.append((candidate, answer))
+    if not able:
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in refused.items()) or "\n  (no kernel is registered)"
         raise PlanError(f"{problem.op}: no kernel can run this on {target.arch}. Asked: {problem}. Kernels:{reasons}\n"
                         f"Change what a reason names, or set fallback=allow to accept framework maths.")
-    made = _build(problem, target, chosen, verdict, tuple(rejected))
+    (chosen, verdict), provisional, slower = able[0], False, {}
+    rivals = [pair for pair in able if pair[0].measured] if chosen.measured and target.is_gpu else []
+    if len(rivals) > 1:
+        chosen, verdict, slower, provisional = _between(problem, target, rivals)
+    reasons = {kernel.name: f"{chosen.name} comes first" for kernel, _ in able} | refused | slower
+    rejected = tuple((kernel.name, reasons[kernel.name]) for kernel in candidates if kernel is not chosen)
+    made = _build(problem, target, chosen, verdict, rejected, provisional)
     if made.is_fallback and fallback == "warn":
         import warnings
 
-        warnings.warn(f"{problem.op}: falling back to {chosen.name} on {target.arch}", stacklevel=3)
+        warnings.warn(f"{problem.op}: falling back to {chosen.name} on {target.arch}", stacklevel=4)
     return made
+
+
+def _between(problem, target: Target, rivals: list) -> tuple[Kernel, Supported, dict[str, str], bool]:
+    """Of several able and measured kernels: the one to take, its verdict, why each other one is not taken, and whether this
+    holds for one call only."""
+    first, verdict = rivals[0]
+    if not target.local:
+        names = " and ".join(kernel.name for kernel, _ in rivals)
+        note = f"run.tune=true measures {names} on the GPU and takes the faster"
+        return first, Supported(_joined(verdict.note, note)), {}, False
+    plans = tuple(_build(problem, target, kernel, answer, ()) for kernel, answer in rivals)
+    choice = None if _tuner is None else _tuner.choose(problem, plans)
+    if choice is None:
+        return first, verdict, {}, False
+    chosen, verdict = next(pair for pair in rivals if pair[0].name == choice.kernel)
+    others = [kernel.name for kernel, _ in rivals if kernel is not chosen]
+    if choice.seconds is None:
+        reasons = {name: f"{chosen.name} comes first; not measured: {choice.reason}" for name in others}
+        return chosen, Supported(_joined(verdict.note, f"not measured: {choice.reason}")), reasons, choice.provisional
+    milliseconds = {name: f"{seconds * 1e3:.3f} ms" for name, seconds in choice.seconds.items()}
+    reasons = {name: f"{name}: {milliseconds[name]}, {chosen.name} took {milliseconds[chosen.name]}" for name in others}
+    for name in others:
+        if choice.seconds[name] < choice.seconds[chosen.name]:
+            reasons[name] += " and comes first, which so small a difference does not change"
+    return chosen, Supported(_joined(verdict.note, f"measured: {milliseconds[chosen.name]}")), reasons, choice.provisional
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)
 
 
 def _verdict(kernel: Kernel, problem, target: Target) -> Supported | Unsupported:
@@ -251,10 +356,10 @@ def _verdict(kernel: Kernel, problem, target: Target) -> Supported | Unsupported
     return answer
 
 
-def _build(problem, target, kernel, verdict, rejected) -> Plan:
+def _build(problem, target, kernel, verdict, rejected, provisional: bool = False) -> Plan:
     return Plan(problem=problem, target=target, kernel=kernel, buffers=kernel.buffers(problem),
                 attributes=kernel.attributes(problem), note=verdict.note, rejected=tuple(rejected),
-                is_fallback=kernel.composite and target.is_gpu)
+                is_fallback=kernel.composite and target.is_gpu, provisional=provisional)
 
 
 def detect_target() -> Target:

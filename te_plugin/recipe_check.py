@@ -57,8 +57,8 @@ def check(cfg: Config) -> Iterator[Row]:
             yield from _POINTWISE[problem.op](cfg, label, kernel, problem, rng, device)
         elif problem.op == "gemm" and label.endswith(".forward"):
             yield from _linear(cfg, label.removesuffix(".forward"), kernel, problem, rng, device)
-        elif problem.op == "grouped_gemm":
-            yield from _experts(cfg, label, kernel, problem, rng, device)
+        elif problem.op == "grouped_gemm" and label.endswith(".forward"):
+            yield from _experts(cfg, label.removesuffix(".forward"), kernel, problem, rng, device)
 
 
 class _Draw:
@@ -150,11 +150,13 @@ def _experts(cfg, label, kernel, problem, rng, device) -> Iterator[Row]:
     x, w = draw(problem.m, problem.k, grad=True), draw(problem.groups, problem.n, problem.k, grad=True)
     dy = draw(problem.m, problem.n)
     sizes = rng.multinomial(problem.m, np.full(problem.groups, 1 / problem.groups))
-    y = tp.grouped_linear(x, w, torch.from_numpy(sizes).to(device), precision=cfg.precision.name, fallback=cfg.run.fallback)
+    y = tp.grouped_linear(x, w, torch.from_numpy(sizes).to(device), precision=cfg.precision.name,
+                          pow2_scale=cfg.precision.pow2_scale, fallback=cfg.run.fallback)
     y.backward(dy)
     named = "bf16" if cfg.precision.name == "fp32" else cfg.precision.name
-    want = oracle.grouped_linear(_f64(x), _f64(w), sizes, named)
-    want_dx, want_dw = oracle.grouped_linear_backward(_f64(dy), _f64(x), _f64(w), sizes, named)
+    pow2 = cfg.precision.pow2_scale
+    want = oracle.grouped_linear(_f64(x), _f64(w), sizes, named, pow2=pow2)
+    want_dx, want_dw = oracle.grouped_linear_backward(_f64(dy), _f64(x), _f64(w), sizes, named, pow2=pow2)
     bound = BOUNDS[problem.dtype]["linear"]
     for output, got, exact in (("y", y, want), ("dx", x.grad, want_dx), ("dw", w.grad, want_dw)):
         yield _row(label, kernel, output, f"groups {sizes.tolist()}", _f64(got), exact, bound)

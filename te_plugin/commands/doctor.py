@@ -13,7 +13,7 @@ from argparse import Namespace
 from rich import box
 from rich.table import Table
 
-from te_plugin import __version__, ffi, paths, selfcheck
+from te_plugin import __version__, ffi, paths, selfcheck, tuning
 from te_plugin.commands.report import console
 
 HELP = "versions, libraries, and a self-check of every backend"
@@ -68,7 +68,10 @@ def _libraries(failures: list[str]) -> Table:
     table = _table("this machine", "what", "state")
     for name in ffi.LIBRARIES:
         try:
-            state = ffi.function(name, "build_info")() if ffi.is_built(name) else "not built (optional)"
+            state = "not built (optional)"
+            if ffi.is_built(name):
+                ffi.load(name)
+                state = ffi.function(name, "build_info")() if ffi.exports(name, "build_info") else "built, and loads"
         except ffi.LibraryError as error:
             state = f"broken: {error}"
             failures.append(str(error))
@@ -83,7 +86,15 @@ def _libraries(failures: list[str]) -> Table:
             table.add_row(what, "missing")
             failures.append(str(error))
     table.add_row("GPUs", _gpus())
+    table.add_row("measured kernel choices (run.tune)", _tuning())
     return table
+
+
+def _tuning() -> str:
+    """Where choices between kernels are kept, and how many each file holds."""
+    folder = tuning.cache_folder()
+    found = [f"{path.name}: {tuning.describe(path)}" for path in sorted(folder.glob("*.json"))]
+    return f"{folder}" + (f" ({'; '.join(found)})" if found else " (none yet)")
 
 
 def _gpus() -> str:

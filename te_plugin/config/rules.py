@@ -136,6 +136,9 @@ _BELONGS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "data.path": (lambda c: c.data.source not in ("corpus", "synthetic"), "data that is the user's own"),
     "data.tokenizer_path": (lambda c: c.data.tokenizer in ("llama3", "hf"), "data.tokenizer=llama3 and hf"),
     "check.reason": (lambda c: c.check.mode == "record", "check.mode=record"),
+    "run.tune": (lambda c: c.adapter.name == "megatron" and numerics.scaling(c.precision.name) is not None
+                 and c.run.device != "cpu" and c.run.target != "cpu",
+                 "FP8 runs on a GPU with adapter=megatron: only there can several kernels compute one product"),
     "track.entity": (lambda c: c.track.mode != "jsonl", "runs that wandb mirrors (track.mode is jsonl)"),
 }
 
@@ -358,6 +361,8 @@ def _machine(cfg: Config) -> Iterator[str]:
                "a GPU")
     if cfg.run.device == "cuda" and arch == "cpu":
         yield "run.device=cuda: torch sees no GPU on this machine; set run.device=cpu, or run where the GPU is"
+    elif cfg.run.tune and arch == "cpu":
+        yield "run.tune=true measures kernels on a GPU, and torch sees none on this machine; leave run.tune out"
     elif cfg.run.target not in ("auto", arch):
         yield (f"run.target={cfg.run.target}: this run is on {arch}; leave run.target out to run here "
                f"(te-plugin explain plans for other machines)")

@@ -182,7 +182,12 @@ class CheckConfig:
 
 @dataclass
 class RunConfig:
-    """Where and how the process runs; nothing here changes the model or the data."""
+    """Where and how the process runs; nothing here changes the model or the data.
+
+    tune: measure the FP8 matrix products that several kernels can compute, and take the faster one of each (te_plugin/tuning.py).
+    Off by default: the kernels' order is the same on every machine, while a measured choice may differ, and with it the last bits
+    of a loss. kernels.json records every choice and its times.
+    """
 
     dir: str | None = None
     resume: bool = False
@@ -191,6 +196,7 @@ class RunConfig:
     threads: int | None = None
     target: str = "auto"
     fallback: str = "error"  # error | warn | allow
+    tune: bool = False
     init_from: str | None = None
 
 

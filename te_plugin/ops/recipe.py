@@ -95,14 +95,9 @@ def problems_of(cfg) -> list[tuple[str, object]]:
     else:
         ffn, rows = cfg.moe.ffn_hidden_size // tp, tokens * cfg.moe.top_k
         experts = cfg.moe.num_experts // cfg.parallel.expert_parallel
-        precision = cfg.precision.name
-        problems += expert_casts("experts_fc1", rows, 2 * ffn, model.hidden_size, dtype, cfg.precision)
-        problems += expert_casts("experts_fc2", rows, model.hidden_size, ffn, dtype, cfg.precision)
-        problems += [
-            ("experts_fc1", GroupedGemmProblem(rows, 2 * ffn, model.hidden_size, experts, dtype, precision)),
-            ("experts_fc2", GroupedGemmProblem(rows, model.hidden_size, ffn, experts, dtype, precision)),
-            ("swiglu", ActivationProblem(rows, ffn, dtype)),
-        ]
+        problems += expert_problems("experts_fc1", rows, 2 * ffn, model.hidden_size, experts, dtype, cfg.precision)
+        problems += expert_problems("experts_fc2", rows, model.hidden_size, ffn, experts, dtype, cfg.precision)
+        problems.append(("swiglu", ActivationProblem(rows, ffn, dtype)))
     for name, (n, k) in linears.items():
         problems += linear_problems(name, tokens, n, k, dtype, cfg.precision.name, cfg.precision.pow2_scale,
                                     cfg.parallel.grad_accum_fusion)
@@ -171,8 +166,7 @@ def _maxtext_problems(cfg) -> list[tuple[str, object]]:
     else:
         ffn, rows = cfg.moe.ffn_hidden_size // tp, tokens * cfg.moe.top_k
         for name, (n, k) in {"experts_wi": (ffn, model.hidden_size), "experts_wo": (model.hidden_size, ffn)}.items():
-            problems += expert_casts(name, rows, n, k, dtype, cfg.precision)
-            problems.append((name, GroupedGemmProblem(rows, n, k, cfg.moe.num_experts, dtype, cfg.precision.name)))
+            problems += expert_problems(name, rows, n, k, cfg.moe.num_experts, dtype, cfg.precision, one_by_one=True)
     for name, (n, k) in linears.items():
         problems += _kn_linear_problems(name, tokens, n, k, dtype, cfg.precision)
     return problems
@@ -222,17 +216,28 @@ def linear_problems(name: str, m: int, n: int, k: int, dtype: str, precision: st
     ]
 
 
-def expert_casts(name: str, rows: int, n: int, k: int, dtype: str, precision) -> list[tuple[str, object]]:
-    """The quantisations of grouped linear layers; an expert's weight is cast on its own."""
+def expert_problems(name: str, rows: int, n: int, k: int, experts: int, dtype: str, precision,
+                    one_by_one: bool = False) -> list[tuple[str, object]]:
+    """The quantisations and the three products of a grouped linear y[rows,n] = x[rows,k] w[experts,n,k]^T.
+
+    one_by_one: the weights of experts are quantised in a loop (JAX), not as one matrix whose rows are those of all experts.
+    """
+    products = [(f"{name}.{stage}", GroupedGemmProblem(rows, *pair, experts, dtype, precision.name, stage))
+                for stage, pair in (("forward", (n, k)), ("dgrad", (k, n)), ("wgrad", (n, k)))]
     kind = numerics.scaling(precision.name)
     if kind is None:
-        return []
+        return products
+    cast = lambda r, c, fmt, granularity, transpose=True: QuantizeProblem(  # noqa: E731
+        r, c, dtype, fmt, granularity, precision.pow2_scale, transpose)
     fwd, grad = kind.forward_format.name, kind.gradient_format.name
-    return [
-        (f"{name}.quantize_x", QuantizeProblem(rows, k, dtype, fwd, kind.activation, precision.pow2_scale, True)),
-        (f"{name}.quantize_w", QuantizeProblem(n, k, dtype, fwd, kind.weight, precision.pow2_scale, True)),
-        (f"{name}.quantize_dy", QuantizeProblem(rows, n, dtype, grad, kind.gradient, precision.pow2_scale, True)),
-    ]
+    if one_by_one:
+        weight = cast(n, k, fwd, kind.weight)
+    elif kind.weight == "tensor":
+        weight = cast(experts, n * k, fwd, "row", False)  # an expert is one row
+    else:
+        weight = cast(experts * n, k, fwd, kind.weight, False)
+    return [(f"{name}.quantize_x", cast(rows, k, fwd, kind.activation)), (f"{name}.quantize_w", weight),
+            (f"{name}.quantize_dy", cast(rows, n, grad, kind.gradient)), *products]
 
 
 def plan_run(cfg, target: Target | str | None = None) -> dict[str, Plan]:

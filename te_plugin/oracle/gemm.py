@@ -6,8 +6,9 @@ product has its own pair of quantised copies, scaled along the dimension it cont
     forward  x[M,K] and W[N,K]        dgrad  dy[M,N] and W^T[K,N]        wgrad  dy^T[N,M] and x^T[K,M]
 
 Shapes: M rows, N out features, K in features, E experts. precision: a name of numerics.PRECISIONS; fp32 and bf16
-multiply the values as given. A grouped linear is the loop over its experts; no scale spans two experts, except that
-one scale a tensor (fp8_current) covers the rows of all of them.
+multiply the values as given. A grouped linear is the loop over its experts. Each expert's weight has scales of its own. x and dy
+are quantised once, as if they belonged to a dense linear: one scale a tensor (fp8_current) covers the rows of all groups, and
+the scales of wgrad, which run along the tokens, do not begin anew with each group. Rows past the last group count as 0.
 """
 
 from __future__ import annotations
@@ -86,22 +87,30 @@ def grouped_linear_backward(
     groups = _groups(group_sizes, len(x))
     dx, dw = np.zeros(x.shape), np.zeros(weight.shape)
     by_row = _by_group(dy, groups, "gradient", precision, pow2)
-    left = _by_group(dy, groups, "gradient", precision, pow2, transposed=True)
-    right = _by_group(x, groups, "activation", precision, pow2, transposed=True)
+    left = _columns(dy, groups, "gradient", precision, pow2)
+    right = _columns(x, groups, "activation", precision, pow2)
     for e, rows in enumerate(groups):
         dx[rows] = by_row[e] @ operand(np.asarray(weight[e]).T, "weight", precision, pow2).T
-        dw[e] = left[e] @ right[e].T
+        dw[e] = left[:, rows] @ right[:, rows].T
     return dx, dw
 
 
-def _by_group(x, groups: list[slice], role: str, precision: str, pow2: bool, transposed: bool = False) -> list[np.ndarray]:
-    """The operand of each group. One scale a tensor covers the rows of all groups; any other block ends with its group."""
+def _by_group(x, groups: list[slice], role: str, precision: str, pow2: bool) -> list[np.ndarray]:
+    """The operand of each group, contracted over its columns. One scale a tensor covers the rows of all groups."""
     kind = numerics.scaling(precision)
-    turn = (lambda part: np.asarray(part).T) if transposed else np.asarray
     if kind is not None and getattr(kind, role) == "tensor":
         used = operand(np.asarray(x[: groups[-1].stop if groups else 0]), role, precision, pow2)
-        return [turn(used[rows]) for rows in groups]
-    return [operand(turn(x[rows]), role, precision, pow2) for rows in groups]
+        return [used[rows] for rows in groups]
+    return [operand(np.asarray(x[rows]), role, precision, pow2) for rows in groups]
+
+
+def _columns(x, groups: list[slice], role: str, precision: str, pow2: bool) -> np.ndarray:
+    """x[M,C] as the operand [C,M] whose rows (a feature's values over the tokens) are contracted, group by group.
+
+    It is scaled as one matrix: blocks along the tokens begin at row 0 whatever the groups are. Surplus rows count as 0.
+    """
+    inside = np.arange(len(x)) < (groups[-1].stop if groups else 0)
+    return operand(np.where(inside[:, None], x, 0).T, role, precision, pow2)
 
 
 def align_groups(group_sizes, multiple: int) -> np.ndarray:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from te_plugin import ffi
 from te_plugin.ops.gemm.problem import GemmProblem
-from te_plugin.plan import Plan, plan
+from te_plugin.plan import Plan, plan, remember
 from te_plugin.torch import launches
-from te_plugin.torch.call import DTYPE_NAME, define, dtype_name, launch, target_of
+from te_plugin.torch.call import DTYPE_NAME, define, dtype_name, target_of
 from te_plugin.torch.options import Options
 from te_plugin.torch.quantize import QuantizedTensor, dequantize
 
@@ -45,7 +46,7 @@ class Operand:
         return cls(x.data_t, x.scale_inv_t, x.granularity, x.dtype)
 
 
-@functools.lru_cache(maxsize=4096)
+@remember
 def _plan(m, n, k, plain_dtype, out_dtype, accumulate, device, key) -> Plan:
     o = GemmOptions.from_key(key)
     if o.format_a == "none":
@@ -56,23 +57,26 @@ def _plan(m, n, k, plain_dtype, out_dtype, accumulate, device, key) -> Plan:
     return plan(problem, target_of(device), o.kernel, o.fallback)
 
 
+def run_scaled(chosen: Plan, a, scale_a, b, scale_b, options: str, out_dtype: torch.dtype, out: torch.Tensor | None):
+    """Run a planned product of FP8 operands; with `out` it is added there. Counts nothing (launches.record is the caller's)."""
+    if chosen.kernel.library is None:
+        return SCALED[chosen.kernel.name](GemmOptions.from_key(options), a, scale_a, b, scale_b, out_dtype, out)
+    if out is None:
+        out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+    ffi.function(chosen.kernel.library, chosen.kernel.entry_points["gemm"])(a, b, scale_a, scale_b, out, *chosen.attributes)
+    return out
+
+
 def _scaled(a, scale_a, b, scale_b, options: str, out_dtype: torch.dtype):
     chosen = _plan(a.shape[0], b.shape[0], a.shape[1], None, out_dtype, False, a.device, options)
-    if chosen.kernel.library is not None:
-        c = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
-        launch(chosen, "gemm", a, b, scale_a, scale_b, c, *chosen.attributes)
-        return c
     launches.record(chosen, "gemm")
-    return SCALED[chosen.kernel.name](GemmOptions.from_key(options), a, scale_a, b, scale_b, out_dtype, None)
+    return run_scaled(chosen, a, scale_a, b, scale_b, options, out_dtype, None)
 
 
 def _scaled_accumulate(a, scale_a, b, scale_b, out, options: str) -> None:
     chosen = _plan(a.shape[0], b.shape[0], a.shape[1], None, out.dtype, True, a.device, options)
-    if chosen.kernel.library is not None:
-        launch(chosen, "gemm", a, b, scale_a, scale_b, out, *chosen.attributes)
-        return
     launches.record(chosen, "gemm")
-    SCALED[chosen.kernel.name](GemmOptions.from_key(options), a, scale_a, b, scale_b, out.dtype, out)
+    run_scaled(chosen, a, scale_a, b, scale_b, options, out.dtype, out)
 
 
 def _plain(a, b, options: str):

@@ -59,15 +59,19 @@ class Linear(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """One weight[out,in] an expert; forward(x[M,in], group_sizes[E]) -> [M,out]."""
+    """One weight[out,in] an expert; forward(x[M,in], group_sizes[E]) -> [M,out].
+
+    state_options: weight_cache, keep_transpose, pow2_scale (see LinearState); fp8_delayed is refused (a history per tensor).
+    """
 
     def __init__(self, num_groups: int, in_features: int, out_features: int, *, precision: str = "bf16", device=None, dtype=None,
-                 kernel: str = "auto", fallback: str = "error"):
+                 kernel: str = "auto", fallback: str = "error", **state_options):
         super().__init__()
         check_features(in_features, out_features, precision)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.precision, self.kernel, self.fallback = precision, kernel, fallback
         self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype))
+        self.state = _make_state(precision, state_options)
         if self.weight.device.type != "meta":
             for expert in self.weight:
                 nn.init.kaiming_uniform_(expert, a=math.sqrt(5))
@@ -76,7 +80,11 @@ class GroupedLinear(nn.Module):
         return f"{self.num_groups} x ({self.in_features} -> {self.out_features}), precision={self.precision}"
 
     def forward(self, x: torch.Tensor, group_sizes: torch.Tensor) -> torch.Tensor:
-        return F.grouped_linear(x, self.weight, group_sizes, self.precision, kernel=self.kernel, fallback=self.fallback)
+        state = self.state
+        return F.grouped_linear(x, self.weight, group_sizes, self.precision, state=state,
+                                pow2_scale=state.pow2_scale if state is not None else False,
+                                keep_transpose=state.keep_transpose if state is not None else True,
+                                kernel=self.kernel, fallback=self.fallback)
 
 
 class RMSNorm(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -138,6 +139,42 @@ def quantize_2d(x: torch.Tensor, options: QuantizeOptions, scale: torch.Tensor |
     if not options.transpose:
         data_t = scale_inv_t = None
     return QuantizedTensor(data, scale_inv, options.granularity, options.format, stats, data_t, scale_inv_t)
+
+
+def quantize_experts(weight: torch.Tensor, options: QuantizeOptions) -> QuantizedTensor:
+    """Quantise weight[E,N,K] with scales of its own for every expert, all experts in one launch a copy.
+
+    data[E,N,K], scale_inv[E] (tensor), [E,N] (row), [E,N/128,K/128] (block_128x128) or [E,N,ceil(K/32)] (mx); data_t[E,K,N] and
+    scale_inv_t likewise, for the transposed weight of each expert. stats[2] are those of all experts.
+    """
+    experts, n, k = weight.shape
+    grain, transpose = options.granularity, options.transpose
+    plain = dataclasses.replace(options, transpose=False)
+    weight = weight.contiguous()
+    if grain == "tensor":
+        # An expert is one row of the whole: scale of a row = scale of a tensor, by the same rule.
+        made = quantize_2d(weight.view(experts, n * k), dataclasses.replace(plain, granularity="row"))
+        data, scale, scale_t = made.data.view(weight.shape), made.scale_inv, made.scale_inv
+    elif grain == "block_128x128":
+        if n % numerics.BLOCK:
+            raise ValueError(f"weight[{experts},{n},{k}]: {n} is not a multiple of {numerics.BLOCK}, so a block of 128x128 would "
+                             f"span two experts")
+        made = quantize_2d(weight.view(experts * n, k), plain)
+        data, scale = made.data.view(weight.shape), made.scale_inv.view(experts, n // numerics.BLOCK, -1)
+        scale_t = scale.transpose(1, 2).contiguous() if transpose else None
+    else:
+        made = quantize_2d(weight.view(experts * n, k), plain)
+        data, scale = made.data.view(weight.shape), made.scale_inv.view(experts, n, *made.scale_inv.shape[1:])
+        if not transpose:
+            return QuantizedTensor(data, scale, grain, options.format, made.stats)
+        turned = quantize_2d(weight.transpose(1, 2).reshape(experts * k, n), plain)
+        return QuantizedTensor(data, scale, grain, options.format, made.stats, turned.data.view(experts, k, n),
+                               turned.scale_inv.view(experts, k, *turned.scale_inv.shape[1:]))
+    if not transpose:
+        return QuantizedTensor(data, scale, grain, options.format, made.stats)
+    # A scale that does not depend on the direction gives the same codes in either.
+    data_t = data.view(torch.uint8).transpose(1, 2).contiguous().view(data.dtype)
+    return QuantizedTensor(data, scale, grain, options.format, made.stats, data_t, scale_t)
 
 
 @functools.lru_cache(maxsize=1024)

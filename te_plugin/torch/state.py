@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from te_plugin import numerics
-from te_plugin.torch.quantize import QuantizedTensor, QuantizeOptions, quantize_2d, scale_from_amax
+from te_plugin.torch.quantize import QuantizedTensor, QuantizeOptions, quantize_2d, quantize_experts, scale_from_amax
 
 AMAX_COMPUTE = ("max", "most_recent")
 
@@ -170,7 +170,8 @@ class LinearState(nn.Module):
             self.last_stats[operand] = made.stats
 
     def quantize(self, x: torch.Tensor, operand: str, transpose: bool, record: bool) -> QuantizedTensor:
-        """Quantise one operand (activation, weight or gradient) x[R,C] as this layer's scaling says."""
+        """Quantise one operand (activation, weight or gradient) as this layer's scaling says: x[R,C], or experts' weights
+        [E,N,K]."""
         if operand in self._uncalibrated:
             # A history starts from what is there. Scale 1 would flush the gradients of the first step to zero (a mean over
             # tokens makes them far smaller than E5M2's smallest value), and after a plain checkpoint was loaded the scale
@@ -179,7 +180,7 @@ class LinearState(nn.Module):
             if not torch.compiler.is_compiling():
                 self._uncalibrated.discard(operand)
         options, scale = self.cast_of(operand, transpose)
-        made = quantize_2d(x, options, scale)
+        made = quantize_experts(x, options) if x.dim() == 3 else quantize_2d(x, options, scale)
         self.note(operand, made, record)
         return made
 

@@ -54,6 +54,23 @@ def experts(precision: str = "fp32", num_experts: int = 4):
     return model.decoder.layers[0].mlp.experts
 
 
+@pytest.mark.parametrize("precision", ["fp8_current", "fp8_rowwise"])
+def test_a_step_quantises_the_weights_of_experts_once_for_all_its_microbatches(precision):
+    module = experts(precision)
+    for linear in (module.linear_fc1, module.linear_fc2):
+        linear.weight.main_grad = torch.zeros(linear.weight.shape)
+        linear.precision = dataclasses.replace(linear.precision, main_grad=True)
+    for step in range(2):
+        for linear in (module.linear_fc1, module.linear_fc2):
+            linear.is_first_microbatch = True
+        for _ in range(3):
+            y, _ = module(torch.randn(7, 64, requires_grad=True), torch.tensor([4, 0, 3, 0]), torch.rand(7))
+            y.sum().backward()
+        assert [linear.state.weight_casts for linear in (module.linear_fc1, module.linear_fc2)] == [step + 1] * 2
+    for linear in (module.linear_fc1, module.linear_fc2):
+        assert linear.weight.grad is None and linear.weight.main_grad[0].any() and not linear.weight.main_grad[1].any()
+
+
 @pytest.mark.report("tgale96/grouped_gemm#36")
 @pytest.mark.parametrize("counts", [[4, 0, 3, 0], [7, 0, 0, 0], [0, 0, 0, 7], [0, 0, 0, 0]])
 def test_empty_experts_get_a_gradient_of_exactly_zero(counts):

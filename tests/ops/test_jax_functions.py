@@ -68,12 +68,19 @@ def test_linear_equals_the_oracle(precision, dtype, rng):
 
 @pytest.mark.report("tgale96/grouped_gemm#36")
 @pytest.mark.parametrize("kernel", kernels(GroupedGemmProblem(35, 48, 64, 4)))
-@pytest.mark.parametrize("precision,dtype", [("fp32", "fp32"), ("bf16", "bf16"), ("fp8_current", "fp32")])
-def test_grouped_linear_equals_the_oracle(kernel, precision, dtype, rng):
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("precision,dtype", [("fp32", "fp32"), ("bf16", "bf16"), ("fp8_current", "fp32"), ("fp8_current", "bf16"),
+                                             ("fp8_rowwise", "fp32"), ("fp8_block", "fp32"), ("mxfp8", "fp32")])
+def test_grouped_linear_equals_the_oracle(kernel, precision, dtype, layout, rng):
     sizes, rows = [5, 0, 20, 7], 35
-    x, weight, dy = (rounded(rng.standard_normal(s), dtype) for s in ((rows, 64), (4, 48, 64), (rows, 48)))
+    n, k = (128, 256) if precision == "fp8_block" else (96, 64)
+    x, weight, dy = (rounded(rng.standard_normal(s), dtype) for s in ((rows, k), (4, n, k), (rows, n)))
     x[32:], dy[32:] = np.nan, np.nan
-    run = lambda x, w: tj.grouped_linear(x, w, jnp.asarray(sizes), precision, kernel=kernel, fallback="allow")  # noqa: E731
+    turn = (lambda w: w) if layout == "nk" else (lambda w: jnp.swapaxes(w, 1, 2))
+
+    def run(x, w):
+        return tj.grouped_linear(x, turn(w), jnp.asarray(sizes), precision, layout=layout, kernel=kernel, fallback="allow")
+
     got = with_gradients(run, (x, weight), dy, dtype)
     want = [oracle.grouped_linear(x, weight, sizes, precision), *oracle.grouped_linear_backward(dy, x, weight, sizes, precision)]
     assert_close(got, want, dtype)

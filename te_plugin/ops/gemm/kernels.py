@@ -59,7 +59,7 @@ def _cublaslt_supports(problem: GemmProblem, target: Target) -> Supported | Unsu
     return Unsupported(reason) if reason else Supported()
 
 
-CUBLASLT = register(Kernel(name="cublaslt", op="gemm", supports=_cublaslt_supports))
+CUBLASLT = register(Kernel(name="cublaslt", op="gemm", supports=_cublaslt_supports, measured=True))
 
 
 def _sm90_supports(problem: GemmProblem, target: Target) -> Supported | Unsupported:
@@ -78,7 +78,7 @@ def _sm90_attributes(problem: GemmProblem) -> tuple[int, ...]:
 
 
 SM90 = register(Kernel(name="sm90", op="gemm", supports=_sm90_supports, library="sm90", entry_points={"gemm": "gemm_fp8"},
-                       attributes=_sm90_attributes))
+                       attributes=_sm90_attributes, measured=True))
 
 
 def _composite_supports(problem: GemmProblem, target: Target) -> Supported | Unsupported:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from te_plugin import numerics
+
 STAGES = ("forward", "dgrad", "wgrad")
 
 
 @dataclass(frozen=True)
 class GroupedGemmProblem:
-    """Rows of x[m, k] are sorted by group; group e multiplies weight[e]: y = x weight[e]^T.
+    """Rows are sorted by group, and group e has a weight of its own. m is the capacity in rows; group sizes are device data.
 
-    m is the capacity in rows; group sizes are device data. precision: as in numerics.PRECISIONS. wgrad accumulates in FP32.
+    forward and dgrad: y[m, n] = a[m, k] b[e][n, k]^T with e the group of the row (dgrad: a is dy, b is W^T, so n is the number of
+    in features). wgrad: dw[e][n, k] = dy^T x over the rows of group e, in FP32 or dtype.
+    dtype: of activations and results. precision: as in numerics.PRECISIONS; for FP8 both operands come quantised.
     """
 
     op: ClassVar[str] = "grouped_gemm"
@@ -23,8 +27,20 @@ class GroupedGemmProblem:
     groups: int
     dtype: str = "bf16"
     precision: str = "bf16"
-    needs_backward: bool = True
+    stage: str = "forward"
 
     def __post_init__(self):
         if self.groups < 1:
             raise ValueError(f"groups={self.groups}: at least one group is needed")
+        if self.stage not in STAGES:
+            raise ValueError(f"stage={self.stage!r} is not one of {', '.join(STAGES)}")
+
+    def operands(self) -> tuple[tuple[str, str], tuple[str, str]]:
+        """(format, granularity) of both FP8 operands: x and W, dy and W^T, or dy^T and x^T."""
+        kind = numerics.scaling(self.precision)
+        if kind is None:
+            raise ValueError(f"precision {self.precision} has no FP8 operands")
+        x = (kind.forward_format.name, kind.activation)
+        dy = (kind.gradient_format.name, kind.gradient)
+        w = (kind.forward_format.name, kind.weight)
+        return {"forward": (x, w), "dgrad": (dy, w), "wgrad": (dy, x)}[self.stage]
