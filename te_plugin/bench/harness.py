@@ -60,14 +60,15 @@ class Row:
 
 def interleaved(
     candidates: Mapping[str, Callable[[], object]], seconds: float = 3.0, least: int = 5, most: int = 200,
-    device: str | torch.device = "cpu",
+    device: str | torch.device = "cpu", turn_ms: float = 1.0,
 ) -> dict[str, Timing]:
     """Time every candidate in turn for about `seconds` seconds in all, `least` to `most` turns each, after one warm-up turn.
 
-    A turn of a short call repeats it until it lasts a millisecond. On a GPU each turn ends with a synchronisation.
+    A turn of a short call repeats it until it lasts `turn_ms`. On a GPU each turn ends with a synchronisation; calls within a
+    turn are launched while earlier ones still run, as the layers of a training step are.
     """
     device = torch.device(device)
-    repeats = {name: _repeats(call, device) for name, call in candidates.items()}
+    repeats = {name: _repeats(call, device, turn_ms) for name, call in candidates.items()}
     taken: dict[str, list[float]] = {name: [] for name in candidates}
     collecting = gc.isenabled()
     gc.disable()  # a collection would land on one candidate by chance
@@ -222,10 +223,10 @@ def _timing(turns: Sequence[float]) -> Timing:
     return Timing(median, low, high, len(turns))
 
 
-def _repeats(call: Callable[[], object], device: torch.device) -> int:
-    """The warm-up, and how often a turn must repeat the call to last a millisecond."""
+def _repeats(call: Callable[[], object], device: torch.device, turn_ms: float) -> int:
+    """The warm-up, and how often a turn must repeat the call to last turn_ms milliseconds."""
     call()
-    return max(1, round(1e-3 / max(_timed(call, 1, device), 1e-7)))
+    return max(1, round(turn_ms * 1e-3 / max(_timed(call, 1, device), 1e-7)))
 
 
 def _timed(call: Callable[[], object], repeats: int, device: torch.device) -> float:

@@ -158,11 +158,11 @@ def grouped_linear(
     check_features(weight.shape[2], weight.shape[1], precision)
     if accumulate_main_grad and getattr(weight, "main_grad", None) is None:
         raise ValueError("accumulate_main_grad=True needs weight.main_grad, an FP32 tensor of the weight's shape")
+    options = GroupedOptions(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback)
+    if numerics.scaling(precision) is None:  # a layer evaluated in BF16 leaves its FP8 state alone
+        return _PlainGroupedLinear.apply(x.contiguous(), weight, group_sizes, options)
     if state is not None and state.precision != precision:
         raise ValueError(f"state belongs to precision {state.precision!r}, the call asks for {precision!r}")
-    options = GroupedOptions(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback)
-    if numerics.scaling(precision) is None:
-        return _PlainGroupedLinear.apply(x.contiguous(), weight, group_sizes, options)
     rows = x.shape[0]
     padding = -rows % numerics.scaling(precision).row_multiple if x.is_cuda else 0
     if padding:

@@ -58,15 +58,17 @@ def test_resume_continues_with_the_step_after_the_saved_one_bit_for_bit(maxtext_
 
 @pytest.mark.slow
 def test_150_fp32_steps_stay_within_two_thousandths_of_megatron(tmp_path):
+    """At a quarter of the recipe's learning rate, where rounding does not grow: at 2e-3 Megatron itself, with its rows split into
+    other microbatches, is 2e-2 away from itself after 150 steps (docs/adapters.md)."""
     common = ["recipe=llama_tiny", "precision=fp32", "track=jsonl", "check.mode=off", "run.device=cpu",
-              "schedule.stop_after_steps=150"]  # fmt: skip
+              "schedule.stop_after_steps=150", "optim.lr=5e-4"]  # fmt: skip
     for adapter in ("megatron", "maxtext"):
         train(compose([*common, f"adapter={adapter}"]), tmp_path / adapter)
     found = compare_runs(tmp_path / "megatron", tmp_path / "maxtext")
     worst = max(found.gap, key=abs)
     print(f"largest gap {worst:+.2e} over {len(found.gap)} steps")
     assert found.comparable and len(found.gap) == 150
-    assert abs(worst) < 2e-3
+    assert abs(worst) < 1e-4
 
 
 @pytest.mark.slow
