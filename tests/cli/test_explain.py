@@ -44,6 +44,30 @@ def test_explain_shows_the_plan_that_the_run_will_read():
     assert {row.label: row.plan for row in report.plan_rows(cfg)} == plan_run(cfg)
 
 
+@pytest.mark.parametrize("recipe", [TINY, "recipe=llama_moe_tiny"])
+def test_fused_casts_stand_where_the_quantisations_they_replace_stood(recipe):
+    dense = recipe == TINY
+    fused = {"linear_qkv.norm_quantize_x"} | ({"linear_fc1.norm_quantize_x", "linear_fc2.swiglu_quantize_x",
+                                               "linear_fc1.dswiglu_quantize_dy"} if dense else set())  # fmt: skip
+    replaced = {"linear_qkv.quantize_x"} | ({"linear_fc1.quantize_x", "linear_fc2.quantize_x", "linear_fc1.quantize_dy",
+                                             "swiglu"} if dense else set())  # fmt: skip
+    labels = {fuse: {label for label, _ in problems_of(compose([recipe, f"precision.fuse={fuse}"], for_run=False))}
+              for fuse in ("true", "false")}  # fmt: skip
+    assert labels["true"] - labels["false"] == fused and labels["false"] - labels["true"] == replaced
+    rows = {row.label: row for row in report.plan_rows(compose([recipe, "run.target=sm90"], for_run=False))}
+    assert all(rows[label].plan.kernel.name == "sm90" for label in fused) and not replaced & set(rows)
+    rows = {row.label: row for row in report.plan_rows(compose([recipe, "run.target=cpu"], for_run=False))}
+    assert all(rows[label].plan.kernel.name == "separate" for label in fused)
+    assert "linear_qkv.quantize_x" in rows and "linear_qkv.norm" in rows
+
+
+def test_under_sequence_parallelism_tokens_are_gathered_between_norm_and_quantisation():
+    cfg = compose([TINY, "parallel=ddp", "parallel.tensor_parallel=2", "parallel.sequence_parallel=true"], for_run=False)
+    labels = {label for label, _ in problems_of(cfg)}
+    assert {"linear_qkv.quantize_x", "linear_fc1.quantize_x", "linear_fc2.swiglu_quantize_x"} <= labels
+    assert "linear_qkv.norm_quantize_x" not in labels
+
+
 def test_a_kernel_asked_for_by_name_explains_the_others_too(explain):
     code, out, _ = explain(TINY, "run.device=cpu", "attention.kernel=composite")
     assert code == 0 and "cpu: kernel=composite was asked for" in out

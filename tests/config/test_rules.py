@@ -28,6 +28,8 @@ REFUSED = [
     ("precision=mxfp8 model.ffn_hidden_size=752", ["mxfp8", "model.ffn_hidden_size is 752", "32"]),
     ("precision.bf16_layers_at_start=3 precision.bf16_layers_at_end=2", ["is 5", "4 layers"]),
     ("precision=bf16 precision.weight_cache=none", ["precision.weight_cache=none would be ignored", "FP8"]),
+    ("precision=bf16 precision.fuse=false", ["precision.fuse=False would be ignored", "FP8 precisions"]),
+    ("adapter=maxtext precision.fuse=false", ["precision.fuse=False would be ignored", "adapter=megatron"]),
     ("precision.amax_history_len=16", ["amax_history_len=16 would be ignored", "fp8_delayed"]),
     ("precision=fp8_delayed precision.pow2_scale=true", ["pow2_scale=True would be ignored", "fp8_current"]),
     ("moe.top_k=1", ["moe.top_k=1 would be ignored", "num_experts"]),

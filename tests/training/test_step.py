@@ -131,3 +131,31 @@ def test_recording_measures_twins_and_the_next_run_passes_against_it(small, tmp_
     assert doubled.status == "FAIL" and Verdict.load(tmp_path / "doubled").exit_code == 1
     changed = train(small("check.mode=golden", "optim.beta2=0.9", *steps), tmp_path / "changed")
     assert changed.status == "INCONCLUSIVE" and "recipe hash" in changed.reason
+
+
+@pytest.mark.parametrize("precision", ["fp8_current", "fp8_delayed"])
+def test_fused_norms_and_activations_change_no_bit_of_a_run(small, tmp_path, precision):
+    """The whole llama_tiny layer stack at a small width: losses, gradient norms and the weights a checkpoint holds."""
+    wide = ["model.hidden_size=128", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_hidden_size=256",
+            f"precision={precision}", "schedule.stop_after_steps=5"]  # fmt: skip
+    for fuse in ("true", "false"):
+        train(small(*wide, f"precision.fuse={fuse}"), tmp_path / fuse)
+    fused, separate = (read_metrics(tmp_path / name) for name in ("true", "false"))
+    for one, other in zip(fused, separate, strict=True):
+        assert set(one) == set(other)
+        assert {k: v for k, v in one.items() if "perf/" not in k} == {k: v for k, v in other.items() if "perf/" not in k}
+    compared = compare_runs(tmp_path / "true", tmp_path / "false")
+    assert compared.comparable and compared.config == {"precision.fuse": (True, False)}
+    ran = [{row["op"] for row in json.loads((tmp_path / name / "kernels.json").read_text())}
+           for name in ("true", "false")]  # fmt: skip
+    assert ran[0] - ran[1] == {"norm_quantize", "activation_quantize"}
+
+
+def test_a_run_resumes_in_the_other_form(small, tmp_path):
+    """Checkpoints hold the norms under their own names whether a layer holds them or not."""
+    base = ["precision=fp8_delayed", "precision.amax_history_len=4", "schedule.stop_after_steps=8"]
+    train(small(*base, "precision.fuse=true"), tmp_path / "whole")
+    train(small(*base[:2], "schedule.stop_after_steps=4", "precision.fuse=true"), tmp_path / "changed")
+    train(small(*base, "precision.fuse=false", "run.resume=true", f"run.dir={tmp_path / 'changed'}"), tmp_path / "changed")
+    whole, changed = ([r["train/loss"] for r in read_metrics(tmp_path / name)] for name in ("whole", "changed"))
+    assert len(whole) == 8 and whole == changed
