@@ -143,9 +143,10 @@ class LinearState(nn.Module):
             self.delayed.advance()
         self._advanced_for = identity
 
-    def quantize(self, x: torch.Tensor, operand: str, transpose: bool, record: bool) -> QuantizedTensor:
+    def quantize(self, x: torch.Tensor, operand: str, transpose: bool, record: bool,
+                 used: torch.Tensor | None = None) -> QuantizedTensor:
         """Quantise one operand (activation, weight or gradient) as this layer's scaling says: x[R,C], or experts' weights
-        [E,N,K]."""
+        [E,N,K]. used: as in quantize_2d."""
         if self.delayed is not None:
             if operand in self._uncalibrated:
                 # A history starts from what is there. Scale 1 would flush the gradients of the first step to zero (a mean over
@@ -156,8 +157,8 @@ class LinearState(nn.Module):
                     self._uncalibrated.discard(operand)
             made = self.delayed.quantize(x, operand, transpose, record)
         else:
-            quantise = quantize_experts if x.dim() == 3 else quantize_2d
-            made = quantise(x, operand_options(self.kind, operand, self.pow2_scale, transpose))
+            options = operand_options(self.kind, operand, self.pow2_scale, transpose)
+            made = quantize_experts(x, options) if x.dim() == 3 else quantize_2d(x, options, used=used)
         if record and not torch.compiler.is_compiling():
             self.last_stats[operand] = made.stats
         return made
