@@ -321,12 +321,12 @@ def _between(problem, target: Target, rivals: list) -> tuple[Kernel, Supported, 
     """Of several able and measured kernels: the one to take, its verdict, why each other one is not taken, and whether this
     holds for one call only."""
     first, verdict = rivals[0]
-    if not target.local:
+    if not target.local or _tuner is None:
         names = " and ".join(kernel.name for kernel, _ in rivals)
         note = f"run.tune=true measures {names} on the GPU and takes the faster"
         return first, Supported(_joined(verdict.note, note)), {}, False
     plans = tuple(_build(problem, target, kernel, answer, ()) for kernel, answer in rivals)
-    choice = None if _tuner is None else _tuner.choose(problem, plans)
+    choice = _tuner.choose(problem, plans)
     if choice is None:
         return first, verdict, {}, False
     chosen, verdict = next(pair for pair in rivals if pair[0].name == choice.kernel)

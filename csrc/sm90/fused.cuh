@@ -51,7 +51,7 @@ struct NormSource {
 
 struct NormTiles {
   using type = bf16;
-  static constexpr bool kPair = false;
+  static constexpr bool kPair = false, kFused = true;
   static constexpr int kInputs = 1;
   CUtensorMap maps[1];
   const float* rstd;
@@ -83,7 +83,7 @@ struct SwigluSource {
 
 struct SwigluTiles {  // maps: gate, up
   using type = bf16;
-  static constexpr bool kPair = false;
+  static constexpr bool kPair = false, kFused = true;
   static constexpr int kInputs = 2;
   CUtensorMap maps[2];
   __device__ __forceinline__ Nothing prepare(int64_t, int64_t) const { return {}; }
@@ -115,7 +115,7 @@ struct SwigluGradientSource {
 
 struct SwigluGradientTiles {  // maps: dy, gate, up
   using type = bf16;
-  static constexpr bool kPair = true;
+  static constexpr bool kPair = true, kFused = true;
   static constexpr int kInputs = 3;
   CUtensorMap maps[3];
   __device__ __forceinline__ Nothing prepare(int64_t, int64_t) const { return {}; }

@@ -1,4 +1,5 @@
-// quantize, quantize_transpose, quantize_with_scale, quantize_with_scale_transpose, dequantize: entry points.
+// quantize, quantize_transpose, quantize_used, quantize_used_transpose, quantize_with_scale, quantize_with_scale_transpose,
+// dequantize: entry points.
 //
 // Rules of every number: te_plugin/numerics.py. Shapes: x[R, C] (rows may be apart), data[R, C], data_t[C, R]; scale_inv as in
 // check_quantize; stats[2] = amax (NaN kept), number of non-finite values.
@@ -13,12 +14,18 @@ void quantize_fp32(const Context&, const void*, int64_t, const CUtensorMap*, con
 
 namespace {
 
-void run(const TensorView& x, const QuantOutputs& o, int64_t granularity, int64_t format, bool pow2) {
+void run(const TensorView& x, const QuantOutputs& o, int64_t granularity, int64_t format, bool pow2, const TensorView* used = nullptr) {
   const Launch l(x);
   const Type type = float_type(x, "x");
   const int64_t stride = row_stride(x, "x");
   check_same_device(o.data, x, "data");
-  const QuantArgs q = check_quantize(o, x.size(0), x.size(1), granularity, format, pow2);
+  QuantArgs q = check_quantize(o, x.size(0), x.size(1), granularity, format, pow2);
+  if (used) {
+    TE_CHECK(is_dtype(*used, kDLInt, 64), "used must be int64: how many rows of x hold values");
+    check_shape(*used, "used", {1});
+    check_same_device(*used, x, "used");
+    q.used = pointer<const int64_t>(*used);
+  }
   if (!begin_quantize(l, q, granularity)) return;
   const int64_t size = x.dtype().bits / 8;
   const void* p = pointer<const void>(x);
@@ -35,6 +42,15 @@ void quantize(TensorView x, TensorView data, TensorView scale_inv, TensorView st
 void quantize_transpose(TensorView x, TensorView data, TensorView scale_inv, TensorView data_t, TensorView scale_inv_t, TensorView stats,
                         int64_t granularity, int64_t format, int64_t pow2) {
   run(x, {data, scale_inv, data_t, scale_inv_t, stats, {}}, granularity, format, pow2 != 0);
+}
+// used[1], int64 on the device: the rows of x behind that many count as 0, whatever they hold.
+void quantize_used(TensorView x, TensorView used, TensorView data, TensorView scale_inv, TensorView stats, int64_t granularity, int64_t format,
+                   int64_t pow2) {
+  run(x, {data, scale_inv, {}, {}, stats, {}}, granularity, format, pow2 != 0, &used);
+}
+void quantize_used_transpose(TensorView x, TensorView used, TensorView data, TensorView scale_inv, TensorView data_t, TensorView scale_inv_t,
+                             TensorView stats, int64_t granularity, int64_t format, int64_t pow2) {
+  run(x, {data, scale_inv, data_t, scale_inv_t, stats, {}}, granularity, format, pow2 != 0, &used);
 }
 void quantize_with_scale(TensorView x, TensorView scale, TensorView data, TensorView scale_inv, TensorView stats, int64_t format) {
   run(x, {data, scale_inv, {}, {}, stats, scale}, kTensor, format, false);
@@ -111,6 +127,8 @@ void dequantize(TensorView data, TensorView scale_inv, TensorView y, int64_t gra
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize, te::quantize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_transpose, te::quantize_transpose);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_used, te::quantize_used);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_used_transpose, te::quantize_used_transpose);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_with_scale, te::quantize_with_scale);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_with_scale_transpose, te::quantize_with_scale_transpose);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(dequantize, te::dequantize);

@@ -22,7 +22,7 @@ struct Nothing {};
 template <typename T>
 struct PlainTiles {
   using type = T;
-  static constexpr bool kPair = false, kFused = false;
+  static constexpr bool kPair = false, kFused = false;  // kFused: made from several tensors, of which all rows hold values
   static constexpr int kInputs = 1;
   CUtensorMap maps[1];
   __device__ __forceinline__ Nothing prepare(int64_t, int64_t) const { return {}; }
@@ -80,7 +80,7 @@ template <class Source>
 void launch_amax(const Context& l, const Source& source, const QuantArgs& q, uint32_t* row_amax, uint32_t* col_amax) {
   const int64_t tiles = ceil_div(q.R, kTile) * ceil_div(Source::kPair ? q.C / 2 : q.C, kTile);
   const unsigned grid = static_cast<unsigned>(std::min<int64_t>(tiles, static_cast<int64_t>(l.sms) * kQuantBlocks<Source>));
-  amax_kernel<<<grid, kQuantThreads, 0, l.stream>>>(source, q.R, q.C, q.stats, row_amax, col_amax);
+  amax_kernel<<<grid, kQuantThreads, 0, l.stream>>>(source, q.R, q.C, q.used, q.stats, row_amax, col_amax);
 }
 
 // Row, block and MX scaling. Row scaling reads twice: the scale of the first value of a row depends on the last one.

@@ -7,7 +7,7 @@ namespace te {
 // map: null where the copy engine cannot read x.
 void quantize_fp32(const Context& l, const void* x, int64_t stride, const CUtensorMap* map, const QuantArgs& q, int64_t granularity, int64_t format) {
   using T = float;
-  if (granularity == kRow && !q.data_t && q.C <= kMaxRowWidth) return quantize_rows(l, static_cast<const T*>(x), stride, map != nullptr, q, format);
+  if (granularity == kRow && !q.data_t && !q.used && q.C <= kMaxRowWidth) return quantize_rows(l, static_cast<const T*>(x), stride, map != nullptr, q, format);
   if (map) {
     const PlainTiles<T> tiles{{*map}};
     quantize_all<false>(l, PlainSource<T, true>{static_cast<const T*>(x), stride}, ByTiles<PlainTiles<T>>{tiles}, q, granularity, format, false);

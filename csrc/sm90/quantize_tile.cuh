@@ -27,6 +27,7 @@ struct QuantArgs {
   void* scale_inv_t;
   float* stats;             // [2]: amax, non-finite count
   const float* scale;       // kGiven: the caller's scale; null: from stats[0]
+  const int64_t* used;      // rows that hold values, on the device; the rows behind them count as 0. Null: all
   const uint32_t* row_amax; // kAmaxArrays, FP32 bits, [R]
   const uint32_t* col_amax; // kAmaxArrays with TR, [C]
   bool pow2;
@@ -44,6 +45,11 @@ struct QuantSmem {
   float col_scale[kColScales];
   uint32_t warp_amax[8];
 };
+
+// How many rows hold values; whatever the number says, not more than there are.
+__device__ __forceinline__ int64_t rows_used(const int64_t* used, int64_t R) {
+  return used ? max(min(*used, R), int64_t{0}) : R;
+}
 
 __device__ __forceinline__ void transpose4x4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t (&o)[4]) {
   const uint32_t t0 = __byte_perm(a, b, 0x5140), t1 = __byte_perm(a, b, 0x7362);
@@ -343,7 +349,7 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
   const int64_t row0 = blockIdx.x / tiles_c * kTile, col0 = blockIdx.x % tiles_c * kTile;
   const Scale given = MODE == kGiven ? given_scale<FMT>(q) : Scale{};
   Vec8<T> v[8], none[8];
-  load_tile(source, row0, col0, q.R, q.C, v, none);
+  load_tile(source, row0, col0, rows_used(q.used, q.R), q.C, v, none);
   Seen seen;
   quantize_tile<T, FMT, MODE, TR>(v, q, row0, col0, given, sm, seen);
   add_seen<T>(q, seen);
@@ -404,6 +410,7 @@ __global__ void __launch_bounds__(kQuantThreads, TilesShape<Tiles, MODE, TR>::kB
   __syncthreads();
 
   const int lane = threadIdx.x & 31, row_local = (threadIdx.x >> 5) * 16 + (lane >> 4) * 8, col_local = (lane & 15) * 8;
+  const int used = static_cast<int>(rows_used(q.used, q.R));
   Seen seen;
   int stage = 0;
   uint32_t phase = 0;
@@ -416,6 +423,13 @@ __global__ void __launch_bounds__(kQuantThreads, TilesShape<Tiles, MODE, TR>::kB
     const uint8_t* in = stages + stage * Shape::kStageBytes + (row_local * kTile + col_local) * sizeof(T);
 #pragma unroll
     for (int r = 0; r < 8; ++r) source.template read<Shape::kInputBytes>(in + r * kTile * sizeof(T), row0 + row_local + r, q.R, columns, v[r], second[r]);
+    if constexpr (!Tiles::kFused) {
+      if (row0 + kTile > used) {  // the same in every thread of the block
+#pragma unroll
+        for (int r = 0; r < 8; ++r)
+          if (row0 + row_local + r >= used) v[r].zero();
+      }
+    }
     __syncthreads();  // the stage has been read, and the shared memory of the tile before is free
     if (threadIdx.x == 0) fetch(i + kStages * gridDim.x, stage);
     quantize_tile<T, FMT, MODE, TR>(v, q, row0, col0, given, sm, seen);
@@ -482,17 +496,18 @@ __device__ __forceinline__ uint32_t tile_amax(const Vec8<T> (&v)[8], int64_t row
 // the caller zeroed. Persistent.
 template <class Source>
 __global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
-    amax_kernel(const __grid_constant__ Source source, int64_t R, int64_t C, float* stats, uint32_t* row_amax, uint32_t* col_amax) {
+    amax_kernel(const __grid_constant__ Source source, int64_t R, int64_t C, const int64_t* used, float* stats, uint32_t* row_amax, uint32_t* col_amax) {
   using T = typename Source::type;
   __shared__ uint32_t sm[16][kTile / Elem<T>::kPer];
   const int64_t width = Source::kPair ? C / 2 : C;
   const int64_t tiles_c = (width + kTile - 1) / kTile, tiles = tiles_c * ((R + kTile - 1) / kTile);
+  const int64_t loaded = rows_used(used, R);
   uint32_t amax = 0;
   int nonfinite = 0;
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
     const int64_t row0 = index / tiles_c * kTile, col0 = index % tiles_c * kTile;
     Vec8<T> v[8], second[8];
-    load_tile(source, row0, col0, R, width, v, second);
+    load_tile(source, row0, col0, loaded, width, v, second);
     amax = max(amax, tile_amax<T>(v, row0, col0, R, width, row_amax, col_amax, sm, nonfinite));
     if constexpr (Source::kPair) amax = max(amax, tile_amax<T>(second, row0, col0 + width, R, C, row_amax, col_amax, sm, nonfinite));
   }

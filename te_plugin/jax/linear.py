@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from te_plugin import numerics
+from te_plugin.jax.call import target_of_backend
 from te_plugin.jax.gemm import Operand, along_columns, along_rows, matmul, needs_transpose
 from te_plugin.jax.quantize import quantize
 from te_plugin.ops.linear_checks import check_features
@@ -150,7 +151,12 @@ def linear(
             raise ValueError(f"precision {precision} keeps amax histories: pass scales, FP32[3]")
         if not kind.delayed and scales is not None:
             raise ValueError(f"precision {precision} takes its scales from the arrays; scales belong to fp8_delayed")
-        y = _fp8_linear(flat, weight, scales, stats, options)
+        rows = flat.shape[0]
+        padding = -rows % kind.row_multiple if target_of_backend().is_gpu else 0
+        if padding:
+            # wgrad contracts over the rows, and tensor cores take them in multiples; zeros change no amax and no sum.
+            flat = jnp.pad(flat, ((0, padding), (0, 0)))
+        y = _fp8_linear(flat, weight, scales, stats, options)[:rows]
     if bias is not None:
         y = y + bias
     return y.reshape(*x.shape[:-1], n)

@@ -44,10 +44,9 @@ def _product_key(precision: str, stage: str, kernel: str, fallback: str) -> str:
     return GroupedGemmOptions(precision, stage, kernel, fallback).key()
 
 
-def _only_groups(x: torch.Tensor, group_sizes: torch.Tensor) -> torch.Tensor:
-    """x[M,C] with the rows past the last group cleared, so that they enter no amax. Computed on the device."""
-    inside = torch.arange(x.shape[0], device=x.device) < group_sizes.sum()
-    return torch.where(inside[:, None], x, 0)
+def _used_rows(group_sizes: torch.Tensor) -> torch.Tensor:
+    """int64[1] on the device: the rows that belong to a group."""
+    return group_sizes.sum(0, keepdim=True, dtype=torch.int64)
 
 
 class _PlainGroupedLinear(torch.autograd.Function):
@@ -81,31 +80,30 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         kind = numerics.scaling(o.precision)
         need_dx, need_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         keep = o.keep_transpose and need_dx
-        x_used = _only_groups(x, group_sizes)
+        used = _used_rows(group_sizes)
         if state is None:
-            xq = quantize_2d(x_used, operand_options(kind, "activation", o.pow2_scale, need_dw))
+            xq = quantize_2d(x, operand_options(kind, "activation", o.pow2_scale, need_dw), used=used)
             wq = quantize_experts(weight.detach(), operand_options(kind, "weight", o.pow2_scale, keep))
         else:
             record = need_dx or need_dw
-            xq = state.quantize(x_used, "activation", need_dw, record)
+            xq = state.quantize(x, "activation", need_dw, record, used)
             wq = state.quantized_weight(weight, keep, record)
         y = torch.ops.te_plugin.scaled_grouped_gemm(xq.data, xq.scale_inv, wq.data, wq.scale_inv, group_sizes,
                                                     o.product("forward"), x.dtype)
         ctx.save_for_backward(xq.data_t, xq.scale_inv_t, wq.data_t if keep else None, wq.scale_inv_t if keep else None, weight,
-                              group_sizes)
+                              group_sizes, used)
         ctx.state, ctx.o, ctx.kind = state, o, kind
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        x_t, x_scale_t, w_t, w_scale_t, weight, group_sizes = ctx.saved_tensors
+        x_t, x_scale_t, w_t, w_scale_t, weight, group_sizes, used = ctx.saved_tensors
         o, kind, state = ctx.o, ctx.kind, ctx.state
         need_dx, need_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        dy_used = _only_groups(dy, group_sizes)
         if state is None:
-            dyq = quantize_2d(dy_used, operand_options(kind, "gradient", o.pow2_scale, need_dw))
+            dyq = quantize_2d(dy, operand_options(kind, "gradient", o.pow2_scale, need_dw), used=used)
         else:
-            dyq = state.quantize(dy_used, "gradient", need_dw, True)
+            dyq = state.quantize(dy, "gradient", need_dw, True, used)
         dx = dw = None
         if need_dx:
             if w_t is None:

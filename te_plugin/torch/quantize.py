@@ -109,6 +109,27 @@ define("quantize(Tensor x, Tensor? scale, str options) -> (Tensor, Tensor, Tenso
 _quantize_op = torch.ops.te_plugin.quantize.default
 
 
+def quantize_used_impl(x, used, options: str):
+    """As quantize_impl, with scales of this tensor, where only the first used[1] (int64) rows of x count and the others are 0."""
+    o = QuantizeOptions.from_key(options)
+    x = x.contiguous()
+    chosen = _plan(x.shape[0], x.shape[1], dtype_name(x), x.device, options)
+    if "used" not in chosen.kernel.entry_points:
+        inside = torch.arange(x.shape[0], device=x.device) < used
+        return quantize_impl(torch.where(inside[:, None], x, 0), None, options)
+    outputs = _outputs(x, o)
+    data, scale_inv, data_t, scale_inv_t, stats = outputs
+    if o.transpose:
+        launch(chosen, "used_transpose", x, used, data, scale_inv, data_t, scale_inv_t, stats, *chosen.attributes)
+    else:
+        launch(chosen, "used", x, used, data, scale_inv, stats, *chosen.attributes)
+    return outputs
+
+
+define("quantize_used(Tensor x, Tensor used, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", quantize_used_impl,
+       lambda x, used, options: _outputs(x, QuantizeOptions.from_key(options)))
+
+
 def _dequantize_impl(data, scale_inv, options: str, dtype: torch.dtype):
     o = QuantizeOptions.from_key(options)
     chosen = _plan(data.shape[0], data.shape[1], "fp32", data.device, options)
@@ -130,9 +151,17 @@ def dequantize(data, scale_inv, granularity: str, format: str, dtype: torch.dtyp
     return _dequantize_impl(data, scale_inv, key, dtype)
 
 
-def quantize_2d(x: torch.Tensor, options: QuantizeOptions, scale: torch.Tensor | None = None) -> QuantizedTensor:
-    """Quantise x[R,C] by ready-made options. The fast path of the layers: no shape checks, no autograd."""
-    if torch.compiler.is_compiling():
+def quantize_2d(x: torch.Tensor, options: QuantizeOptions, scale: torch.Tensor | None = None,
+                used: torch.Tensor | None = None) -> QuantizedTensor:
+    """Quantise x[R,C] by ready-made options. The fast path of the layers: no shape checks, no autograd.
+
+    used: int64[1] on x's device; rows from there on count as 0, whatever they hold. scale and used do not go together.
+    """
+    if used is not None:
+        quantise = torch.ops.te_plugin.quantize_used if torch.compiler.is_compiling() else quantize_used_impl
+        key = options.key() if torch.compiler.is_compiling() else _cached_key(options)
+        data, scale_inv, data_t, scale_inv_t, stats = quantise(x, used, key)
+    elif torch.compiler.is_compiling():
         data, scale_inv, data_t, scale_inv_t, stats = _quantize_op(x, scale, options.key())
     else:
         data, scale_inv, data_t, scale_inv_t, stats = quantize_impl(x, scale, _cached_key(options))

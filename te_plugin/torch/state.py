@@ -169,9 +169,10 @@ class LinearState(nn.Module):
         if record and not torch.compiler.is_compiling():
             self.last_stats[operand] = made.stats
 
-    def quantize(self, x: torch.Tensor, operand: str, transpose: bool, record: bool) -> QuantizedTensor:
+    def quantize(self, x: torch.Tensor, operand: str, transpose: bool, record: bool,
+                 used: torch.Tensor | None = None) -> QuantizedTensor:
         """Quantise one operand (activation, weight or gradient) as this layer's scaling says: x[R,C], or experts' weights
-        [E,N,K]."""
+        [E,N,K]. used: as in quantize_2d."""
         if operand in self._uncalibrated:
             # A history starts from what is there. Scale 1 would flush the gradients of the first step to zero (a mean over
             # tokens makes them far smaller than E5M2's smallest value), and after a plain checkpoint was loaded the scale
@@ -180,7 +181,7 @@ class LinearState(nn.Module):
             if not torch.compiler.is_compiling():
                 self._uncalibrated.discard(operand)
         options, scale = self.cast_of(operand, transpose)
-        made = quantize_experts(x, options) if x.dim() == 3 else quantize_2d(x, options, scale)
+        made = quantize_experts(x, options) if x.dim() == 3 else quantize_2d(x, options, scale, used=used)
         self.note(operand, made, record)
         return made
 

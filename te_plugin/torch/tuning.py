@@ -8,9 +8,11 @@ Off unless asked for: without it the choice is the order of the kernels, the sam
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -22,6 +24,7 @@ from te_plugin.torch.call import TORCH_DTYPE
 from te_plugin.torch.quantize import QuantizeOptions, quantize_2d
 from te_plugin.tuning import Store, Tuner, cache_path
 
+DRIVER_VERSION_FILE = Path("/sys/module/nvidia/version")
 ROUNDS = 15
 WARM_UP = 3
 FLUSH_BYTES = 256 << 20  # more than any L2: operands of a training step do not lie there
@@ -36,7 +39,18 @@ def made_with() -> dict[str, str]:
     library = ffi.library_path("sm90")
     digest = hashlib.sha256(library.read_bytes()).hexdigest()[:16] if library.is_file() else "not built"
     return {"gpu": gpu_name(), "sm90 library": digest, "torch": torch.__version__, "cuda": str(torch.version.cuda),
-            "driver": str(torch._C._cuda_getDriverVersion())}
+            "driver": driver_version()}
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's own version, or (where the system hides it) the CUDA version that it supports."""
+    with contextlib.suppress(OSError):
+        return DRIVER_VERSION_FILE.read_text(encoding="ascii").strip()
+    version = ctypes.c_int()
+    status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    if status != 0:
+        raise RuntimeError(f"the CUDA driver does not say its version (cuDriverGetVersion returned {status})")
+    return f"for CUDA {version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def make_tuner() -> Tuner:

@@ -237,3 +237,18 @@ def test_wrong_names_and_shapes_are_refused_with_what_is_known():
     with pytest.raises(ValueError, match="at least one dimension"):
         quantize(torch.tensor(1.0))
     assert numerics.FORMATS["e4m3"].max == 448
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_rows_that_are_not_used_count_as_zero_whatever_they_hold(granularity, rng):
+    from te_plugin.torch.quantize import QuantizeOptions, quantize_2d
+
+    x = torch.from_numpy(rng.standard_normal((200, 96), dtype=np.float32))
+    for used in (0, 1, 130, 200):
+        poisoned = x.clone()
+        poisoned[used:] = float("nan")
+        clean = torch.where(torch.arange(200)[:, None] < used, x, 0)
+        options = QuantizeOptions("e4m3", granularity, False, True)
+        got, want = quantize_2d(poisoned, options, used=torch.tensor([used])), quantize_2d(clean, options)
+        for name in ("data", "scale_inv", "data_t", "scale_inv_t", "stats"):
+            assert torch.equal(getattr(got, name).view(torch.uint8), getattr(want, name).view(torch.uint8)), name

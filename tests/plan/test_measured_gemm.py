@@ -88,6 +88,19 @@ def test_rank_0_measures_every_fp8_product_of_the_run_and_all_ranks_take_its_cho
     assert set_tuner(None) is None
 
 
+def test_the_driver_is_named_by_its_own_version(tmp_path, monkeypatch):
+    (tmp_path / "version").write_text("580.65.06\n")
+    monkeypatch.setattr(tuning, "DRIVER_VERSION_FILE", tmp_path / "version")
+    assert tuning.driver_version() == "580.65.06"
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_a_file_names_what_it_was_made_with():
+    found = tuning.made_with()
+    assert set(found) == {"gpu", "sm90 library", "torch", "cuda", "driver"} and all(found.values())
+
+
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("problem", RIVALS, ids=str)

@@ -92,6 +92,7 @@ def test_a_difference_within_the_margin_leaves_the_order(path):
 def test_without_a_tuner_the_order_decides_and_elsewhere_the_note_says_what_a_gpu_would_do(path):
     assert plan(Problem(), GPU).kernel.name == "first"
     assert dict(plan(Problem(), GPU).rejected)["second"] == "first comes first"
+    assert plan(Problem(), GPU).note == "run.tune=true measures first and second on the GPU and takes the faster"
     clock = Clock(first=2, second=1)
     tuner(path, clock)
     elsewhere = plan(Problem(), "sm90")

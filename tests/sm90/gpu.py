@@ -44,21 +44,16 @@ def scale_buffer(granularity: str, rows: int, cols: int):
     )
 
 
-def quantize(x, granularity: str, fmt=numerics.E4M3, pow2: bool = False, transpose: bool = False):
-    """Returns a dict of NumPy arrays: data, scale_inv, stats and, with transpose, data_t, scale_inv_t."""
+def quantize(x, granularity: str, fmt=numerics.E4M3, pow2: bool = False, transpose: bool = False, used=None):
+    """Returns a dict of NumPy arrays: data, scale_inv, stats and, with transpose, data_t, scale_inv_t. used: int64[1]."""
     rows, cols = x.shape
     out = {"data": poisoned((rows, cols), torch.uint8), "scale_inv": scale_buffer(granularity, rows, cols)}
     if transpose:
         out |= {"data_t": poisoned((cols, rows), torch.uint8), "scale_inv_t": scale_buffer(granularity, cols, rows)}
     out["stats"] = poisoned((2,), torch.float32)
-    call(
-        "quantize_transpose" if transpose else "quantize",
-        x,
-        *out.values(),
-        numerics.GRANULARITY_CODE[granularity],
-        fmt.code,
-        int(pow2),
-    )
+    name = f"quantize{'' if used is None else '_used'}{'_transpose' if transpose else ''}"
+    given = [x] if used is None else [x, used]
+    call(name, *given, *out.values(), numerics.GRANULARITY_CODE[granularity], fmt.code, int(pow2))
     return {k: v.cpu().numpy() for k, v in out.items()}
 
 

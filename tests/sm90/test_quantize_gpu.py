@@ -55,6 +55,20 @@ def test_bytes_and_scales_equal_the_rules(granularity, fmt, transpose):
                 check(gpu.quantize(t, granularity, fmt, pow2, transpose), x, granularity, fmt, pow2)
 
 
+@pytest.mark.parametrize("transpose", [False, True], ids=["rows", "rows+transposed"])
+@pytest.mark.parametrize("rows,cols", [(257, 1000), (300, 256), (130, 72), (64, 33)])  # the last: no TMA
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_rows_that_are_not_used_count_as_zero_whatever_they_hold(granularity, rows, cols, transpose):
+    for dtype in (torch.bfloat16, torch.float32):
+        x, values = as_input(make(rows, cols), dtype)
+        for used in (0, 1, 63, 128, rows - 1, rows, rows + 1000, -5):
+            inside = np.arange(rows)[:, None] < used
+            poisoned = torch.where(gpu.cuda(inside), x, float("nan"))
+            count = torch.tensor([used], device="cuda")
+            got = gpu.quantize(poisoned, granularity, transpose=transpose, used=count)
+            check(got, np.where(inside, values, np.float32(0)), granularity, E4M3, False)
+
+
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=["nan", "inf", "-inf"])
 def test_non_finite_values_reach_the_result_and_are_counted(granularity, bad):

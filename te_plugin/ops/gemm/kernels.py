@@ -22,9 +22,6 @@ def _xla_supports(problem: GemmProblem, target: Target) -> Supported | Unsupport
     return Supported("XLA's FP8 product (cuBLASLt)")
 
 
-XLA = register(Kernel(name="xla", op="gemm", supports=_xla_supports))
-
-
 # How the two operands of an FP8 product may be scaled, and the number the sm90 kernel gives each pair.
 SCALE_KIND = {("tensor", "tensor"): 0, ("row", "row"): 1, ("block_1x128", "block_128x128"): 2, ("block_1x128", "block_1x128"): 3}
 ROW_BYTES = 16  # operands are read in rows of this many bytes
@@ -66,6 +63,8 @@ def _sm90_supports(problem: GemmProblem, target: Target) -> Supported | Unsuppor
     reason = first_reason(
         wrong_arch(target, "sm90"),
         _fp8_reason(problem),
+        f"writes bf16 or fp32, not {problem.out_dtype}" if problem.out_dtype not in ("bf16", "fp32") else None,
+        "adds into an existing array, which XLA does not have" if problem.accumulate and target.framework == "jax" else None,
         "takes the e5m2 operand first, e4m3 second" if problem.dtype_b != "e4m3" else None,
         "multiplies e4m3 only under block scales" if "block_1x128" == problem.scale_a and problem.dtype_a != "e4m3" else None,
     )
@@ -79,6 +78,10 @@ def _sm90_attributes(problem: GemmProblem) -> tuple[int, ...]:
 
 SM90 = register(Kernel(name="sm90", op="gemm", supports=_sm90_supports, library="sm90", entry_points={"gemm": "gemm_fp8"},
                        attributes=_sm90_attributes, measured=True))
+
+
+# Behind sm90: on an H200 XLA's FP8 product ran at 528 TFLOP/s where the tensor cores do twice that.
+XLA = register(Kernel(name="xla", op="gemm", supports=_xla_supports))
 
 
 def _composite_supports(problem: GemmProblem, target: Target) -> Supported | Unsupported:

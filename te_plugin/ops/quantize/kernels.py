@@ -45,5 +45,7 @@ def _sm90_supports(problem: QuantizeProblem, target: Target) -> Supported | Unsu
     return Unsupported(reason) if reason else Supported()
 
 
-SM90 = register(Kernel(name="sm90", op="quantize", supports=_sm90_supports, library="sm90", entry_points=CPU.entry_points,
-                       attributes=attributes))
+# "used": only the first rows of x count, as many as a number on the device says. A kernel without it is given cleared rows.
+SM90 = register(Kernel(
+    name="sm90", op="quantize", supports=_sm90_supports, library="sm90", attributes=attributes,
+    entry_points={**CPU.entry_points, "used": "quantize_used", "used_transpose": "quantize_used_transpose"}))
