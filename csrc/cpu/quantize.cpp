@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kTaskElements = 64 * 1024;  // of a task that needs no square
 constexpr int64_t kMaxRun = 8192;             // longest piece of a row in one task
-constexpr int64_t kSide = 512;                // side of the largest square
+constexpr int64_t kSide = kMostCols;          // side of the largest square
 constexpr int64_t kSquareLd = kSide + 64;     // bytes from row to row of a square's codes: no power of two, which caches dislike
 constexpr int64_t kStrip = 64;                // columns of a square turned at once
 constexpr int64_t kStepRows = 4;              // rows whose blocks are scaled at once: they stay in the L1 cache
@@ -101,9 +101,11 @@ struct Cut {
 
   int64_t tiles() const { return bands * chunks; }
 
+  // body(tile) for every tile. backwards: from the last tile on, for a second reading of x: the end of the first is still in the cache.
   template <typename F>
-  void for_each(const F& body) const {
-    parallel_for(tiles(), [&](int64_t i) {
+  void for_each(const F& body, bool backwards = false) const {
+    parallel_for(tiles(), [&](int64_t task) {
+      const int64_t i = backwards ? tiles() - 1 - task : task;
       const int64_t row = i / chunks * height, col = i % chunks * width;
       body(Tile{i, row, col, min64(height, rows - row), min64(width, cols - col)});
 #if defined(__x86_64__)
@@ -159,6 +161,11 @@ struct Quantize {
     TE_SIMD_CALL(amax_rows)(part(x, t.row + r, t.col), n_rows, t.cols, t.cols, out);
     for (int64_t i = 0; i < n_rows; ++i) note(t, out[i]);
   }
+  // note_rows for a row's pieces of `group` columns, out[row, piece]; out_cols: the amax of each column.
+  void note_both(const Tile& t, int64_t r, int64_t n_rows, int64_t group, uint32_t* out, uint32_t* out_cols) {
+    TE_SIMD_CALL(amax_both)(part(x, t.row + r, t.col), n_rows, t.cols, group, out, out_cols);
+    for (int64_t c = 0; c < t.cols; ++c) note(t, out_cols[c]);
+  }
   uint32_t amax() const {
     uint32_t best = 0;
     for (uint32_t v : tile_amax) best = v > best ? v : best;
@@ -194,7 +201,7 @@ struct Quantize {
   void encode(int64_t row, int64_t col, int64_t n_rows, int64_t n_cols, const float* scales, int64_t scale_ld, int64_t group,
               bool clean, int64_t ahead) const {
     TE_SIMD_CALL(encode_rows)(part(x, row, col), n_rows, n_cols, scales, scale_ld, group, format, clean, ahead,
-                              data + row * cols + col, cols);
+                              data + row * cols + col, cols, nullptr, 0, stream);
   }
 
   // How many rows ahead to fetch, for rows r .. of a tile that go by bands of `height`: the amax of the next band, quick as it is, then
@@ -207,18 +214,15 @@ struct Quantize {
   // encode, keeping the codes for the transposed copy, which has the same scales.
   void encode_keeping(const Tile& t, int64_t r, int64_t n_rows, const float* scales, int64_t scale_ld, int64_t group, bool clean,
                       int64_t ahead) const {
-    // Past the caches, row by row: the memory works off the writes of one while the next is computed.
-    const int64_t step = stream ? 1 : n_rows;
-    for (int64_t end = r + n_rows; r < end; r += step, scales += step * scale_ld) {
-      TE_SIMD_CALL(encode_rows)(part(x, t.row + r, t.col), step, t.cols, scales, scale_ld, group, format, clean, ahead, codes_row(r),
-                                kSquareLd);
-      TE_SIMD_CALL(copy_rows)(codes_row(r), kSquareLd, step, t.cols, data + (t.row + r) * cols + t.col, cols, stream);
-    }
+    TE_SIMD_CALL(encode_rows)(part(x, t.row + r, t.col), n_rows, t.cols, scales, scale_ld, group, format, clean, ahead,
+                              data + (t.row + r) * cols + t.col, cols, codes_row(r), kSquareLd, stream);
   }
 
-  // Codes for the transposed copy alone, with scales[(r / group) * scale_ld + c].
-  void encode_for_transposed(const Tile& t, int64_t r, int64_t n_rows, const float* scales, int64_t scale_ld, int64_t group, bool clean) const {
-    TE_SIMD_CALL(encode_cols)(part(x, t.row + r, t.col), n_rows, t.cols, scales, scale_ld, group, format, clean, codes_row(r), kSquareLd);
+  // Rows r .. of a square with scales per row (as in `encode`), and with scales per column for the transposed copy.
+  void encode_both(const Tile& t, int64_t r, int64_t n_rows, const float* scales, int64_t scale_ld, int64_t group,
+                   const float* col_scales, bool clean, int64_t ahead) const {
+    TE_SIMD_CALL(encode_both)(part(x, t.row + r, t.col), n_rows, t.cols, scales, scale_ld, group, col_scales, format, clean, ahead,
+                              data + (t.row + r) * cols + t.col, cols, codes_row(r), kSquareLd, stream);
   }
 
   // The kept codes of a square, turned, into data_t. While one strip is turned, bit by bit, the one before is written, for the same
@@ -282,7 +286,7 @@ struct Quantize {
       second.for_each([&](const Tile& t) {
         encode_piece(t, 0, t.rows, clean, kAhead);
         if (transposed) write_transposed(t);
-      });
+      }, true);
     }
     write_scales(0, &s.scale_inv, 1);
     if (scale_inv_t != nullptr) write_scales_t(0, 1, &s.scale_inv, 1);
@@ -294,21 +298,19 @@ struct Quantize {
     begin_statistics(cut);
     std::vector<uint32_t> row_amax(cut.chunks * rows), col_amax(transposed ? cut.bands * cols : 0);
     cut.for_each([&](const Tile& t) {
-      note_rows(t, 0, t.rows, row_amax.data() + t.index % cut.chunks * rows + t.row);
+      uint32_t* of_rows = row_amax.data() + t.index % cut.chunks * rows + t.row;
+      if (transposed) note_both(t, 0, t.rows, t.cols, of_rows, col_amax.data() + t.index / cut.chunks * cols + t.col);
+      else note_rows(t, 0, t.rows, of_rows);
       count(t);
-      if (transposed) {
-        TE_SIMD_CALL(amax_cols)(part(x, t.row, t.col), t.rows, t.cols, col_amax.data() + t.index / cut.chunks * cols + t.col);
-      }
     });
     const std::vector<float> row_scale = reduce(row_amax, cut.chunks, rows, scale_inv);
     const std::vector<float> col_scale = transposed ? reduce(col_amax, cut.bands, cols, scale_inv_t) : std::vector<float>();
     const bool clean = amax() < kInfBits;
     cut.for_each([&](const Tile& t) {
-      encode(t.row, t.col, t.rows, t.cols, row_scale.data() + t.row, 1, t.cols, clean, kAhead);
-      if (!transposed) return;
-      encode_for_transposed(t, 0, t.rows, col_scale.data() + t.col, 0, kSide, clean);
+      if (!transposed) return encode(t.row, t.col, t.rows, t.cols, row_scale.data() + t.row, 1, t.cols, clean, kAhead);
+      encode_both(t, 0, t.rows, row_scale.data() + t.row, 1, t.cols, col_scale.data() + t.col, clean, kAhead);
       write_transposed(t);
-    });
+    }, true);
   }
 
   // n scales, and scale_inv of each, from the amax of `count` parts, parts[p * n + i].
@@ -322,11 +324,12 @@ struct Quantize {
     return scales;
   }
 
-  // A scale per 1 x `group` (128, or 32 for mx); the transposed copy has scales of its own, along its own rows.
+  // A scale per 1 x `group` (128, or 32 for mx).
   void run_row_blocks(int64_t group) {
-    const Cut cut = transposed ? square_cut(rows, cols) : long_cut(rows, cols);
+    if (transposed) return run_row_blocks_twice(group);
+    const Cut cut = long_cut(rows, cols);
     begin_statistics(cut);
-    const int64_t across = ceil_div(cols, group), down = ceil_div(rows, group);
+    const int64_t across = ceil_div(cols, group);
     cut.for_each([&](const Tile& t) {
       const int64_t groups = ceil_div(t.cols, group);
       for (int64_t r = 0; r < t.rows; r += kStepRows) {
@@ -339,15 +342,38 @@ struct Quantize {
         encode(t.row + r, t.col, n_rows, t.cols, scales, groups, group, tile_amax[t.index] < kInfBits, next_band(t, r, kStepRows));
       }
       count(t);
-      if (!transposed) return;
+    });
+  }
+
+  // The same, with a transposed copy, whose scales are its own, along its own rows: `group` rows of x make one of its blocks.
+  void run_row_blocks_twice(int64_t group) {
+    const Cut cut = square_cut(rows, cols);
+    begin_statistics(cut);
+    const int64_t across = ceil_div(cols, group), down = ceil_div(rows, group);
+    cut.for_each([&](const Tile& t) {
+      const int64_t groups = ceil_div(t.cols, group), bands = ceil_div(t.rows, group);
+      float inverse_t[kSide / kMxBlock * kSide];  // [band, column]
       for (int64_t r = 0; r < t.rows; r += group) {
         const int64_t n_rows = min64(group, t.rows - r);
-        uint32_t amax_bits[kSide];
-        float scales[kSide], inverse[kSide];
-        TE_SIMD_CALL(amax_cols)(part(x, t.row + r, t.col), n_rows, t.cols, amax_bits);
-        TE_SIMD_CALL(scales_from_amax)(amax_bits, t.cols, fp8_max(format), pow2, scales, inverse);
-        write_scales_t(t.col * down + (t.row + r) / group, down, inverse, t.cols);
-        encode_for_transposed(t, r, n_rows, scales, 0, group, tile_amax[t.index] < kInfBits);
+        constexpr int64_t most = kSide;  // blocks in a band, of either height: group * (kSide / group)
+        uint32_t amax_bits[most], col_amax[kSide];
+        float scales[most], inverse[most], col_scales[kSide];
+        TE_SIMD_CALL(amax_both)(part(x, t.row + r, t.col), n_rows, t.cols, group, amax_bits, col_amax);
+        note(t, TE_SIMD_CALL(scales_from_amax)(amax_bits, n_rows * groups, fp8_max(format), pow2, scales, inverse));
+        TE_SIMD_CALL(scales_from_amax)(col_amax, t.cols, fp8_max(format), pow2, col_scales, inverse_t + r / group * t.cols);
+        for (int64_t i = 0; i < n_rows; ++i) write_scales((t.row + r + i) * across + t.col / group, inverse + i * groups, groups);
+        encode_both(t, r, n_rows, scales, groups, group, col_scales, tile_amax[t.index] < kInfBits, next_band(t, r, group));
+      }
+      count(t);
+      // Column by column, so that memory is written in runs.
+      if (scale_byte_t != nullptr) {
+        uint8_t bytes[kSide / kMxBlock * kSide];
+        for (int64_t i = 0; i < bands * t.cols; ++i) bytes[i] = e8m0_encode(inverse_t[i]);
+        TE_SIMD_CALL(transpose_bytes)(bytes, t.cols, bands, t.cols, scale_byte_t + t.col * down + t.row / group, down);
+      } else {
+        for (int64_t c = 0; c < t.cols; ++c) {
+          for (int64_t b = 0; b < bands; ++b) scale_inv_t[(t.col + c) * down + t.row / group + b] = inverse_t[b * t.cols + c];
+        }
       }
       write_transposed(t);
     });

@@ -23,25 +23,27 @@ TE_INLINE void expect_write(const void* p, int64_t offset, int64_t bytes) {
   for (int64_t b = 0; b < (bytes < 2048 ? bytes : 2048); b += 64) __builtin_prefetch(reinterpret_cast<const void*>(begin + b), 1, 3);
 }
 
+#define TE_MEMBER inline __attribute__((always_inline))
+
 template <typename T>
 struct Lane;  // the integer whose maximum is the amax, and its way back to float bits
 template <>
 struct Lane<float> {
   using Int = int32_t;
   static constexpr Int mask = 0x7FFFFFFF;
-  static inline __attribute__((always_inline)) uint32_t bits(Int v) { return uint32_t(v); }
+  static TE_MEMBER uint32_t bits(Int v) { return uint32_t(v); }
 };
 template <>
 struct Lane<bf16> {
   using Int = int16_t;
   static constexpr Int mask = 0x7FFF;
-  static inline __attribute__((always_inline)) uint32_t bits(Int v) { return uint32_t(uint16_t(v)) << 16; }
+  static TE_MEMBER uint32_t bits(Int v) { return uint32_t(uint16_t(v)) << 16; }
 };
 template <>
 struct Lane<f16> {
   using Int = int16_t;
   static constexpr Int mask = 0x7FFF;
-  static inline __attribute__((always_inline)) uint32_t bits(Int v) { return float_bits(to_float(f16{uint16_t(v)})); }
+  static TE_MEMBER uint32_t bits(Int v) { return float_bits(to_float(f16{uint16_t(v)})); }
 };
 
 template <typename T>
@@ -51,11 +53,42 @@ TE_INLINE typename Lane<T>::Int load_bits(const T* x) {
   return v;
 }
 
+// The largest of the lanes, none of which is negative.
+template <typename V>
+TE_INLINE int32_t largest_lane(V v) {
+#if defined(__SSE4_1__)
+  if (sizeof(v[0]) == 2) {  // one instruction finds the smallest of eight
+    __m128i part[sizeof(V) / 16];
+    memcpy(part, &v, sizeof(v));
+    for (int n = sizeof(V) / 32; n > 0; n /= 2) {
+      for (int i = 0; i < n; ++i) part[i] = _mm_max_epi16(part[i], part[i + n]);
+    }
+    return ~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(part[0], _mm_set1_epi16(-1)))) & 0xFFFF;
+  }
+#endif
+  int32_t best = 0;
+  for (int i = 0; i < int(sizeof(V) / sizeof(v[0])); ++i) best = v[i] > best ? v[i] : best;
+  return best;
+}
+
+// Vectors of the integers of Lane<T>.
+template <typename T>
+struct Lanes {
+  typedef typename Lane<T>::Int V __attribute__((vector_size(kWidth * 4)));
+  static constexpr int width = int(kWidth * 4 / sizeof(T));
+  static TE_MEMBER V load(const T* x) { return load_vector<V>(x) & Lane<T>::mask; }
+  static TE_MEMBER V larger(V a, V b) { return a > b ? a : b; }
+};
+
 template <typename T>
 TE_INLINE typename Lane<T>::Int amax_span(const T* x, int64_t n) {
   using Int = typename Lane<T>::Int;
-  Int best = 0;
-  for (int64_t i = 0; i < n; ++i) {
+  using L = Lanes<T>;
+  typename L::V wide = {};
+  int64_t i = 0;
+  for (; i + L::width <= n; i += L::width) wide = L::larger(L::load(x + i), wide);
+  Int best = Int(largest_lane(wide));
+  for (; i < n; ++i) {
     const Int v = Int(load_bits(x + i) & Lane<T>::mask);
     best = v > best ? v : best;
   }
@@ -77,29 +110,73 @@ void amax_rows_t(const T* x, int64_t ld, int64_t rows, int64_t cols, int64_t gro
   }
 }
 
-template <typename T>
-void amax_cols_t(const T* x, int64_t ld, int64_t rows, int64_t cols, uint32_t* out) {
-  using Int = typename Lane<T>::Int;
-  constexpr int64_t width = 128;
-  for (int64_t c0 = 0; c0 < cols; c0 += width) {
-    Int best[width] = {};
-    const int64_t n = cols - c0 < width ? cols - c0 : width;
-    for (int64_t r = 0; r < rows; ++r) {
-      const T* p = x + r * ld + c0;
-      if (n == width) {
-        for (int64_t c = 0; c < width; ++c) {
-          const Int v = Int(load_bits(p + c) & Lane<T>::mask);
-          best[c] = v > best[c] ? v : best[c];
-        }
-      } else {
-        for (int64_t c = 0; c < n; ++c) {
-          const Int v = Int(load_bits(p + c) & Lane<T>::mask);
-          best[c] = v > best[c] ? v : best[c];
-        }
-      }
-    }
-    for (int64_t c = 0; c < n; ++c) out[c0 + c] = Lane<T>::bits(best[c]);
+// largest_lane of four vectors.
+template <typename V>
+TE_INLINE void largest_lanes(const V* v, int32_t* out) {
+#if defined(__AVX512F__)
+  if (sizeof(v[0][0]) == 2) {
+    // Lanes of two vectors, then of four, alternate; all lanes of all four are halved at each step.
+    const __m512i a = (__m512i)v[0], b = (__m512i)v[1], c = (__m512i)v[2], d = (__m512i)v[3];
+    const __m512i ab = _mm512_max_epi16(_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b));
+    const __m512i cd = _mm512_max_epi16(_mm512_unpacklo_epi16(c, d), _mm512_unpackhi_epi16(c, d));
+    const __m512i all = _mm512_max_epi16(_mm512_unpacklo_epi32(ab, cd), _mm512_unpackhi_epi32(ab, cd));
+    const __m256i half = _mm256_max_epi16(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+    const __m128i quarter = _mm_max_epi16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    const __m128i best = _mm_max_epi16(quarter, _mm_srli_si128(quarter, 8));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_cvtepu16_epi32(best));
+    return;
   }
+#endif
+  for (int i = 0; i < 4; ++i) out[i] = largest_lane(v[i]);
+}
+
+// Rows of a matrix at once: the maxima of the columns are loaded and stored once for all of them.
+template <int Rows, typename T>
+TE_INLINE void amax_both_rows(const T* x, int64_t ld, int64_t cols, int64_t group, uint32_t* out, int64_t groups,
+                              typename Lane<T>::Int* col_best) {
+  using Int = typename Lane<T>::Int;
+  using L = Lanes<T>;
+  constexpr int64_t piece = 128;
+  const int64_t part = group == kMxBlock ? kMxBlock : piece;  // columns whose maximum is taken together
+  for (int r = 0; r < Rows; ++r) expect_read(x, (r + 4) * ld * int64_t(sizeof(T)), cols * int64_t(sizeof(T)));
+  for (int64_t c0 = 0, g = 0; c0 < cols; c0 += part, g += groups > 1) {
+    const int64_t n = cols - c0 < part ? cols - c0 : part;
+    typename L::V row_best[4] = {};
+    int64_t c = c0;
+    for (; c + L::width <= c0 + n; c += L::width) {
+      typename L::V best = load_vector<typename L::V>(col_best + c);
+      for (int r = 0; r < Rows; ++r) {
+        const typename L::V v = L::load(x + r * ld + c);
+        best = L::larger(v, best);
+        row_best[r] = L::larger(v, row_best[r]);
+      }
+      memcpy(col_best + c, &best, sizeof(best));
+    }
+    int32_t largest[4];
+    if (Rows == 4) largest_lanes(row_best, largest);
+    else largest[0] = largest_lane(row_best[0]);
+    for (int r = 0; r < Rows; ++r) {
+      Int most = Int(largest[r]);
+      for (int64_t i = c; i < c0 + n; ++i) {
+        const Int v = Int(load_bits(x + r * ld + i) & Lane<T>::mask);
+        most = v > most ? v : most;
+        col_best[i] = v > col_best[i] ? v : col_best[i];
+      }
+      uint32_t* to = out + r * groups + g;
+      const uint32_t bits = Lane<T>::bits(most);
+      *to = c0 == 0 || groups > 1 || bits > *to ? bits : *to;
+    }
+  }
+}
+
+template <typename T>
+void amax_both_t(const T* x, int64_t ld, int64_t rows, int64_t cols, int64_t group, uint32_t* out, uint32_t* out_cols) {
+  const int64_t groups = (cols + group - 1) / group;
+  typename Lane<T>::Int col_best[kMostCols] = {};
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) amax_both_rows<4>(x + r * ld, ld, cols, group, out + r * groups, groups, col_best);
+  for (; r < rows; ++r) amax_both_rows<1>(x + r * ld, ld, cols, group, out + r * groups, groups, col_best);
+  for (int64_t c = 0; c < cols; ++c) out_cols[c] = Lane<T>::bits(col_best[c]);
 }
 
 template <typename T>
@@ -113,42 +190,77 @@ int64_t count_nonfinite_t(const T* x, int64_t ld, int64_t rows, int64_t cols) {
 
 // ---- encoding --------------------------------------------------------------------------------------------------------------
 
-// n values with one scale, or with a scale each (PerLane). Clean: the caller knows that no product is NaN or beyond the format's
-// largest value, as with any scale that comes from the amax of finite values.
-template <int Code, bool Clean, bool PerLane, typename T>
-TE_INLINE void encode_span(const T* __restrict__ x, int64_t n, const float* __restrict__ scale, uint8_t* __restrict__ out) {
+// kStep values with the scales of their two halves. kept: a second place for the codes, or null. stream: `out` past the caches.
+template <int Code, bool Clean, typename T>
+TE_INLINE void encode_step(const T* x, Floats first, Floats second, uint8_t* out, uint8_t* kept, bool stream) {
+  const Words a = encode_pair<Code, Clean>(load_pair(x), first, first);
+  const Words b = encode_pair<Code, Clean>(load_pair(x + kPair), second, second);
+  const Codes codes = pack(a, b, sizeof(T) == 4);
+  store_codes(codes, out, stream);
+  if (kept != nullptr) memcpy(kept, &codes, sizeof(codes));
+}
+
+// n values with one scale.
+template <int Code, bool Clean, typename T>
+TE_INLINE void encode_span(const T* __restrict__ x, int64_t n, float scale, uint8_t* out, uint8_t* kept, bool stream) {
   int64_t i = 0;
+  const Floats s = Floats{} + scale;
   for (; i + kStep <= n; i += kStep) {
-    Floats v[kVectors];
-    Words code[kVectors];
-    load_step(x + i, v);
-    for (int k = 0; k < kVectors; ++k) {
-      const Floats s = PerLane ? load_floats(scale + i + k * kWidth) : Floats{} + *scale;
-      code[k] = encode_vector<Code, Clean>(v[k] * s);
-    }
-    store_step(code, out + i);
+    encode_step<Code, Clean>(x + i, s, s, out + i, kept == nullptr ? nullptr : kept + i, stream);
   }
-  for (; i < n; ++i) out[i] = uint8_t(fp8_encode<Code>(to_float(x[i]) * scale[PerLane ? i : 0]));
+  for (; i < n; ++i) {
+    out[i] = uint8_t(fp8_encode<Code>(to_float(x[i]) * scale));
+    if (kept != nullptr) kept[i] = out[i];
+  }
 }
 
 template <int Code, bool Clean, typename T>
 void encode_rows_t(const T* x, int64_t ld, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group,
-                   int64_t ahead, uint8_t* out, int64_t out_ld) {
+                   int64_t ahead, uint8_t* out, int64_t out_ld, uint8_t* kept, int64_t kept_ld, bool stream) {
   for (int64_t r = 0; r < rows; ++r) {
     if (ahead > 0) expect_read(x, (r + ahead) * ld * int64_t(sizeof(T)), cols * int64_t(sizeof(T)));
-    for (int64_t begin = 0, g = 0; begin < cols; begin += group, ++g) {
+    const T* from = x + r * ld;
+    const float* s = scales + r * scale_ld;
+    uint8_t *to = out + r * out_ld, *keep = kept == nullptr ? nullptr : kept + r * kept_ld;
+    int64_t begin = 0;
+    if (2 * group == kStep) {  // two groups a step
+      for (; begin + kStep <= cols; begin += kStep, s += 2) {
+        encode_step<Code, Clean>(from + begin, Floats{} + s[0], Floats{} + s[1], to + begin, keep == nullptr ? nullptr : keep + begin,
+                                 stream);
+      }
+    }
+    for (; begin < cols; begin += group, ++s) {
       const int64_t n = cols - begin < group ? cols - begin : group;
-      encode_span<Code, Clean, false>(x + r * ld + begin, n, scales + r * scale_ld + g, out + r * out_ld + begin);
+      encode_span<Code, Clean>(from + begin, n, *s, to + begin, keep == nullptr ? nullptr : keep + begin, stream);
     }
   }
 }
 
 template <int Code, bool Clean, typename T>
-void encode_cols_t(const T* x, int64_t ld, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group,
-                   uint8_t* out, int64_t out_ld) {
+void encode_both_t(const T* x, int64_t ld, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group,
+                   const float* col_scales, int64_t ahead, uint8_t* out, int64_t out_ld, uint8_t* out_cols, int64_t out_cols_ld,
+                   bool stream) {
+  Floats even[kMostCols / kPair], odd[kMostCols / kPair];
+  for (int64_t p = 0; p < cols / kPair; ++p) order_scales(col_scales + p * kPair, x, even + p, odd + p);
+  const int places = group == kMxBlock ? 5 : group == kBlock ? 7 : 62;  // c >> places = c / group
   for (int64_t r = 0; r < rows; ++r) {
-    expect_read(x, (r + 2) * ld * int64_t(sizeof(T)), cols * int64_t(sizeof(T)));
-    encode_span<Code, Clean, true>(x + r * ld, cols, scales + (r / group) * scale_ld, out + r * out_ld);
+    if (ahead > 0) expect_read(x, (r + ahead) * ld * int64_t(sizeof(T)), cols * int64_t(sizeof(T)));
+    const T* from = x + r * ld;
+    const float* s = scales + r * scale_ld;
+    uint8_t *to = out + r * out_ld, *to_cols = out_cols + r * out_cols_ld;
+    int64_t i = 0;
+    for (int64_t p = 0; i + kStep <= cols; i += kStep, p += 2) {
+      const Pair a = load_pair(from + i), b = load_pair(from + i + kPair);
+      const Floats s_a = Floats{} + s[i >> places], s_b = Floats{} + s[(i + kPair) >> places];
+      store_codes(pack(encode_pair<Code, Clean>(a, s_a, s_a), encode_pair<Code, Clean>(b, s_b, s_b), sizeof(T) == 4), to + i, stream);
+      store_codes(pack(encode_pair<Code, Clean>(a, even[p], odd[p]), encode_pair<Code, Clean>(b, even[p + 1], odd[p + 1]),
+                       sizeof(T) == 4), to_cols + i, false);
+    }
+    for (; i < cols; ++i) {
+      const float v = to_float(from[i]);
+      to[i] = uint8_t(fp8_encode<Code>(v * s[i >> places]));
+      to_cols[i] = uint8_t(fp8_encode<Code>(v * col_scales[i]));
+    }
   }
 }
 
@@ -234,6 +346,11 @@ TE_INLINE const T* rows_of(Matrix m) {
   return static_cast<const T*>(m.x);
 }
 
+// Whether every vector of codes is aligned. Groups of columns are a multiple of a vector, or a row is one.
+TE_INLINE bool can_stream(int64_t cols, int64_t rows, const uint8_t* out, int64_t out_ld) {
+  return cols % 64 == 0 && (rows == 1 || out_ld % 64 == 0) && reinterpret_cast<uintptr_t>(out) % 64 == 0;
+}
+
 #define TE_BY_DTYPE(m, call)                     \
   switch ((m).dtype) {                           \
     case kF32: { using T = float; call; break; } \
@@ -264,8 +381,8 @@ void amax_rows(Matrix m, int64_t rows, int64_t cols, int64_t group, uint32_t* ou
   TE_BY_DTYPE(m, amax_rows_t(rows_of<T>(m), m.ld, rows, cols, group, out))
 }
 
-void amax_cols(Matrix m, int64_t rows, int64_t cols, uint32_t* out) {
-  TE_BY_DTYPE(m, amax_cols_t(rows_of<T>(m), m.ld, rows, cols, out))
+void amax_both(Matrix m, int64_t rows, int64_t cols, int64_t group, uint32_t* out, uint32_t* out_cols) {
+  TE_BY_DTYPE(m, amax_both_t(rows_of<T>(m), m.ld, rows, cols, group, out, out_cols))
 }
 
 uint32_t scales_from_amax(const uint32_t* __restrict__ amax, int64_t n, float max, bool pow2, float* __restrict__ scale,
@@ -295,20 +412,23 @@ int64_t count_nonfinite(Matrix m, int64_t rows, int64_t cols) {
 }
 
 void encode_rows(Matrix m, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group, int64_t format,
-                 bool clean, int64_t ahead, uint8_t* out, int64_t out_ld) {
+                 bool clean, int64_t ahead, uint8_t* out, int64_t out_ld, uint8_t* kept, int64_t kept_ld, bool stream) {
+  stream = stream && group % 32 == 0 && can_stream(cols, rows, out, out_ld);
   if (clean) {
-    TE_BY_FORMAT(format, TE_BY_DTYPE(m, (encode_rows_t<Code, true>(rows_of<T>(m), m.ld, rows, cols, scales, scale_ld, group, ahead, out, out_ld))))
+    TE_BY_FORMAT(format, TE_BY_DTYPE(m, (encode_rows_t<Code, true>(rows_of<T>(m), m.ld, rows, cols, scales, scale_ld, group, ahead, out, out_ld, kept, kept_ld, stream))))
   } else {
-    TE_BY_FORMAT(format, TE_BY_DTYPE(m, (encode_rows_t<Code, false>(rows_of<T>(m), m.ld, rows, cols, scales, scale_ld, group, ahead, out, out_ld))))
+    TE_BY_FORMAT(format, TE_BY_DTYPE(m, (encode_rows_t<Code, false>(rows_of<T>(m), m.ld, rows, cols, scales, scale_ld, group, ahead, out, out_ld, kept, kept_ld, stream))))
   }
 }
 
-void encode_cols(Matrix m, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group, int64_t format,
-                 bool clean, uint8_t* out, int64_t out_ld) {
+void encode_both(Matrix m, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group, const float* col_scales,
+                 int64_t format, bool clean, int64_t ahead, uint8_t* out, int64_t out_ld, uint8_t* out_cols, int64_t out_cols_ld,
+                 bool stream) {
+  stream = stream && can_stream(cols, rows, out, out_ld);
   if (clean) {
-    TE_BY_FORMAT(format, TE_BY_DTYPE(m, (encode_cols_t<Code, true>(rows_of<T>(m), m.ld, rows, cols, scales, scale_ld, group, out, out_ld))))
+    TE_BY_FORMAT(format, TE_BY_DTYPE(m, (encode_both_t<Code, true>(rows_of<T>(m), m.ld, rows, cols, scales, scale_ld, group, col_scales, ahead, out, out_ld, out_cols, out_cols_ld, stream))))
   } else {
-    TE_BY_FORMAT(format, TE_BY_DTYPE(m, (encode_cols_t<Code, false>(rows_of<T>(m), m.ld, rows, cols, scales, scale_ld, group, out, out_ld))))
+    TE_BY_FORMAT(format, TE_BY_DTYPE(m, (encode_both_t<Code, false>(rows_of<T>(m), m.ld, rows, cols, scales, scale_ld, group, col_scales, ahead, out, out_ld, out_cols, out_cols_ld, stream))))
   }
 }
 

@@ -18,25 +18,31 @@ struct Matrix {
 
 enum MatrixDtype : int { kF32 = 0, kBf16 = 1, kF16 = 2 };
 
+constexpr int64_t kMostCols = 512;  // of a tile whose columns have scales of their own
+
 }  // namespace te
 
 // out[r, g] = amax bits of row r, columns g*group .. (g+1)*group - 1; out has ceil(cols/group) columns.
 TE_SIMD_DECLARE(void, amax_rows, (Matrix m, int64_t rows, int64_t cols, int64_t group, uint32_t* out))
-// out[c] = amax bits of column c.
-TE_SIMD_DECLARE(void, amax_cols, (Matrix m, int64_t rows, int64_t cols, uint32_t* out))
+// amax_rows, and out_cols[c] = amax bits of column c, from one reading. group is 32, 128 or cols; cols is at most kMostCols.
+TE_SIMD_DECLARE(void, amax_both, (Matrix m, int64_t rows, int64_t cols, int64_t group, uint32_t* out, uint32_t* out_cols))
 // scale[i], scale_inv[i] of amax[i], and the maximum of amax.
 TE_SIMD_DECLARE(uint32_t, scales_from_amax,
                 (const uint32_t* amax, int64_t n, float max, bool pow2, float* scale, float* scale_inv))
 TE_SIMD_DECLARE(int64_t, count_nonfinite, (Matrix m, int64_t rows, int64_t cols))
-// out[r, c] = encode(x[r, c] * scales[r * scale_ld + c / group]). ahead: while a row is encoded, the row that many rows further is
-// fetched (0: none). clean: no product is NaN or above the format's maximum.
+// out[r, c] = encode(x[r, c] * scales[r * scale_ld + c / group]), r and c counted from the corner of m; the same bytes into `kept`
+// unless that is null. ahead: while a row is encoded, the row that many rows further is fetched (0: none). clean: no product is NaN or
+// above the format's maximum. stream: `out` is written past the caches, where the addresses allow it; such writes are ordered with
+// nothing else before a store fence. `kept` is written as usual.
 TE_SIMD_DECLARE(void, encode_rows,
                 (Matrix m, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group, int64_t format,
-                 bool clean, int64_t ahead, uint8_t* out, int64_t out_ld))
-// out[r, c] = encode(x[r, c] * scales[(r / group) * scale_ld + c])
-TE_SIMD_DECLARE(void, encode_cols,
-                (Matrix m, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group, int64_t format,
-                 bool clean, uint8_t* out, int64_t out_ld))
+                 bool clean, int64_t ahead, uint8_t* out, int64_t out_ld, uint8_t* kept, int64_t kept_ld, bool stream))
+// encode_rows, and out_cols[r, c] = encode(x[r, c] * col_scales[c]), from one reading. group is 32, 128 or cols; cols is at most
+// kMostCols. stream is for `out`.
+TE_SIMD_DECLARE(void, encode_both,
+                (Matrix m, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group, const float* col_scales,
+                 int64_t format, bool clean, int64_t ahead, uint8_t* out, int64_t out_ld, uint8_t* out_cols, int64_t out_cols_ld,
+                 bool stream))
 // out[c, r] = in[r, c]
 TE_SIMD_DECLARE(void, transpose_bytes,
                 (const uint8_t* in, int64_t in_ld, int64_t rows, int64_t cols, uint8_t* out, int64_t out_ld))

@@ -1,9 +1,10 @@
-"""Quantising BF16 to E4M3 with its transposed copy, against the machine's copy bandwidth.
+"""Quantising BF16 to E4M3, with its transposed copy and without, against the machine's copy bandwidth.
 
-Both move the same bytes: two read and two written for each value (the copy reads and writes a BF16 tensor, quantise reads BF16
-and writes two FP8 copies). `ratio_to_best_peer` is therefore the fraction of the copy bandwidth that a scaling reaches. Scalings
-whose scale depends on the whole tensor or row must read x twice, which the rate does not count. The second peer is what torch
-does in eager mode. rel_error compares the dequantised codes with those of numerics.py on some rows; 0 means the same bits.
+With the transposed copy both move the same bytes: two read and two written for each value (the copy reads and writes a BF16
+tensor, quantise reads BF16 and writes two FP8 copies); without it, quantise writes one byte. `of_copy` is the rate divided by that
+of the copy in the same turns: the fraction of the machine's copy bandwidth that a scaling reaches. Scalings whose scale depends on
+the whole tensor or row must read x twice, which the rate does not count. The second peer is what torch does in eager mode.
+rel_error compares the dequantised codes with those of numerics.py on some rows; 0 means the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from te_plugin.ops.quantize.problem import scale_shape
 from te_plugin.torch.quantize import quantize
 
 CHECKED_ROWS = 128
-BYTES_PER_VALUE = 4
+# Read and written for each value of x.
+BYTES_PER_VALUE = {True: 4, False: 3}  # with the transposed copy, without
+COPY = "copy, bf16 to bf16"
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Inputs:
         self.data_t = torch.empty(case.columns, case.rows, dtype=torch.uint8)
         self.stats = torch.empty(2)
         self.scales = {name: self._scales(name) for name in GRANULARITIES}
-        self.kernel = function("cpu", "quantize_transpose")
+        self.kernel, self.plain_kernel = function("cpu", "quantize_transpose"), function("cpu", "quantize")
 
     def _scales(self, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:
         kind = torch.uint8 if granularity == "mx" else torch.float32
@@ -75,6 +78,9 @@ class Inputs:
             0,
         )
 
+    def plain(self, granularity: str) -> None:
+        self.plain_kernel(self.x, self.data, self.scales[granularity][0], self.stats, GRANULARITY_CODE[granularity], E4M3.code, 0)
+
     def eager(self) -> torch.Tensor:
         wide = self.x.float()
         codes = (wide * (E4M3.max / wide.abs().amax())).clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
@@ -84,10 +90,10 @@ class Inputs:
     def copy(self) -> None:
         self.copied.copy_(self.x)
 
-    def error(self, granularity: str) -> float:
+    def error(self, granularity: str, transpose: bool) -> float:
         """Of the first rows, against numerics.py."""
         self.data.fill_(0xFF)
-        self.ours(granularity)
+        (self.ours if transpose else self.plain)(granularity)
         rows = min(CHECKED_ROWS, self.case.rows)
         x, y = self.x[:rows].float().numpy(), torch.empty(self.case.rows, self.case.columns)
         function("cpu", "dequantize")(
@@ -125,27 +131,29 @@ def run(options: Options) -> Report:
 
 
 def measure(inputs: Inputs, seconds: float) -> list[Row]:
-    calls = {f"cpu, {name}": (lambda name=name: inputs.ours(name)) for name in GRANULARITIES}
-    calls |= {"copy of the same bytes": inputs.copy, "torch eager, tensor": inputs.eager}
+    calls = {(True, f"cpu, {name}"): (lambda name=name: inputs.ours(name)) for name in GRANULARITIES}
+    calls |= {(True, COPY): inputs.copy, (True, "torch eager, tensor"): inputs.eager}
+    calls |= {(False, f"cpu, {name}"): (lambda name=name: inputs.plain(name)) for name in GRANULARITIES}
     timings = interleaved(calls, seconds)
-    errors = {f"cpu, {name}": inputs.error(name) for name in GRANULARITIES}
-    errors |= {"copy of the same bytes": 0.0, "torch eager, tensor": inputs.eager_error()}
-    moved = BYTES_PER_VALUE * inputs.x.numel()
+    errors = {(transpose, f"cpu, {name}"): inputs.error(name, transpose) for transpose in (True, False) for name in GRANULARITIES}
+    errors |= {(True, COPY): 0.0, (True, "torch eager, tensor"): inputs.eager_error()}
     cost = call_cost_us(lambda x=torch.ones(1, 16, dtype=torch.bfloat16): quantize(x, "e4m3", "tensor", transpose=True))
+    copy_rate = BYTES_PER_VALUE[True] / timings[True, COPY].median
     return [
         Row(
-            op="quantise with transpose",
+            op="quantise with transpose" if transpose else "quantise",
             case=str(inputs.case),
             kernel=name,
             ours=name.startswith("cpu"),
             ms=took.median * 1e3,
             ms_low=took.low * 1e3,
             ms_high=took.high * 1e3,
-            rate=moved / took.median / 1e9,
+            rate=BYTES_PER_VALUE[transpose] * inputs.x.numel() / took.median / 1e9,
             unit="GB/s",
-            rel_error=errors[name],
-            cpu_us=cost if name == "cpu, tensor" else None,
+            rel_error=errors[transpose, name],
+            cpu_us=cost if (transpose, name) == (True, "cpu, tensor") else None,
             turns=took.turns,
+            of_copy=BYTES_PER_VALUE[transpose] / took.median / copy_rate,
         )
-        for name, took in timings.items()
+        for (transpose, name), took in timings.items()
     ]
