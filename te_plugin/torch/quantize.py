@@ -117,7 +117,7 @@ def quantize_used_impl(x, used, options: str):
     if "used" not in chosen.kernel.entry_points:
         inside = torch.arange(x.shape[0], device=x.device) < used
         return quantize_impl(torch.where(inside[:, None], x, 0), None, options)
-    outputs = _outputs(x, o)
+    outputs = outputs_of(x.shape[0], x.shape[1], x.device, o)
     data, scale_inv, data_t, scale_inv_t, stats = outputs
     if o.transpose:
         launch(chosen, "used_transpose", x, used, data, scale_inv, data_t, scale_inv_t, stats, *chosen.attributes)
@@ -127,7 +127,7 @@ def quantize_used_impl(x, used, options: str):
 
 
 define("quantize_used(Tensor x, Tensor used, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", quantize_used_impl,
-       lambda x, used, options: _outputs(x, QuantizeOptions.from_key(options)))
+       lambda x, used, options: outputs_of(x.shape[0], x.shape[1], x.device, QuantizeOptions.from_key(options)))
 
 
 def _dequantize_impl(data, scale_inv, options: str, dtype: torch.dtype):
