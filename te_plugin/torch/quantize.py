@@ -87,8 +87,8 @@ def outputs_of(rows: int, columns: int, device, o: QuantizeOptions):
 def quantize_impl(x, scale, options: str):
     """x[R,C] (rows may be strided) -> data, scale_inv, data_t, scale_inv_t, stats; empty transposed copies unless asked for."""
     o = QuantizeOptions.from_key(options)
-    if x.stride(-1) != 1 and x.shape[-1] != 1:
-        x = x.contiguous()
+    if (x.stride(-1) != 1 and x.shape[-1] != 1) or (x.shape[0] > 1 and x.stride(0) < x.shape[1]):
+        x = x.contiguous()  # columns apart, or rows that share memory (the gradient of a sum over rows)
     chosen = _plan(x.shape[0], x.shape[1], dtype_name(x), x.device, options)
     outputs = outputs_of(x.shape[0], x.shape[1], x.device, o)
     data, scale_inv, data_t, scale_inv_t, stats = outputs
