@@ -233,7 +233,7 @@ def test_weights_of_experts_are_quantised_once_a_step(precision, rng):
     assert state.weight_casts == 2
     assert torch.equal(y, grouped_linear(x, weight, sizes, precision))
     with pytest.raises(ValueError, match="state belongs to precision"):
-        grouped_linear(x, weight, sizes, "fp8_block" if precision == "fp8_current" else "fp8_current", state=state)
+        grouped_linear(x, weight, sizes, "fp8_rowwise" if precision == "fp8_current" else "fp8_current", state=state)
 
 
 @pytest.mark.parametrize("precision", FP8)
