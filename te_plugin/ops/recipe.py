@@ -15,7 +15,7 @@ from te_plugin.ops.grouped_gemm.problem import GroupedGemmProblem
 from te_plugin.ops.loss.problem import LossProblem
 from te_plugin.ops.norm.problem import NormProblem
 from te_plugin.ops.norm_quantize.problem import NormQuantizeProblem
-from te_plugin.ops.quantize.problem import QuantizeProblem
+from te_plugin.ops.quantize.problem import LARGE_EXPERT, QuantizeProblem
 from te_plugin.ops.rope.problem import RopeProblem
 from te_plugin.plan import Plan, Target, plan
 
@@ -220,7 +220,8 @@ def expert_problems(name: str, rows: int, n: int, k: int, experts: int, dtype: s
                     one_by_one: bool = False) -> list[tuple[str, object]]:
     """The quantisations and the three products of a grouped linear y[rows,n] = x[rows,k] w[experts,n,k]^T.
 
-    one_by_one: the weights of experts are quantised in a loop (JAX), not as one matrix whose rows are those of all experts.
+    one_by_one: the weights of experts are quantised in a loop (JAX always, torch where they are large), not as one matrix whose
+    rows are those of all experts.
     """
     products = [(f"{name}.{stage}", GroupedGemmProblem(rows, *pair, experts, dtype, precision.name, stage))
                 for stage, pair in (("forward", (n, k)), ("dgrad", (k, n)), ("wgrad", (n, k)))]
@@ -230,7 +231,7 @@ def expert_problems(name: str, rows: int, n: int, k: int, experts: int, dtype: s
     cast = lambda r, c, fmt, granularity, transpose=True: QuantizeProblem(  # noqa: E731
         r, c, dtype, fmt, granularity, precision.pow2_scale, transpose)
     fwd, grad = kind.forward_format.name, kind.gradient_format.name
-    if one_by_one:
+    if one_by_one or n * k >= LARGE_EXPERT:
         weight = cast(n, k, fwd, kind.weight)
     elif kind.weight == "tensor":
         weight = cast(experts, n * k, fwd, "row", False)  # an expert is one row

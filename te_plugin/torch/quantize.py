@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from te_plugin import numerics
-from te_plugin.ops.quantize.problem import QuantizeProblem, scale_shape
+from te_plugin.ops.quantize.problem import LARGE_EXPERT, QuantizeProblem, scale_shape
 from te_plugin.plan import Plan, plan
 from te_plugin.torch.call import TORCH_DTYPE, define, dtype_name, launch, target_of
 from te_plugin.torch.options import Options
@@ -91,6 +91,11 @@ def quantize_impl(x, scale, options: str):
         x = x.contiguous()  # columns apart, or rows that share memory (the gradient of a sum over rows)
     chosen = _plan(x.shape[0], x.shape[1], dtype_name(x), x.device, options)
     outputs = outputs_of(x.shape[0], x.shape[1], x.device, o)
+    _fill(chosen, o, x, scale, outputs)
+    return outputs
+
+
+def _fill(chosen: Plan, o: QuantizeOptions, x, scale, outputs) -> None:
     data, scale_inv, data_t, scale_inv_t, stats = outputs
     if o.delayed and o.transpose:
         launch(chosen, "given_transpose", x, scale, data, data_t, scale_inv, stats, *chosen.attributes)
@@ -101,7 +106,6 @@ def quantize_impl(x, scale, options: str):
         launch(chosen, "transpose", x, data, scale_inv, data_t, scale_inv_t, stats, *chosen.attributes)
     else:
         launch(chosen, "plain", x, data, scale_inv, stats, *chosen.attributes)
-    return outputs
 
 
 define("quantize(Tensor x, Tensor? scale, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", quantize_impl,
@@ -170,40 +174,75 @@ def quantize_2d(x: torch.Tensor, options: QuantizeOptions, scale: torch.Tensor |
     return QuantizedTensor(data, scale_inv, options.granularity, options.format, stats, data_t, scale_inv_t)
 
 
-def quantize_experts(weight: torch.Tensor, options: QuantizeOptions) -> QuantizedTensor:
-    """Quantise weight[E,N,K] with scales of its own for every expert, all experts in one launch a copy.
-
-    data[E,N,K], scale_inv[E] (tensor), [E,N] (row), [E,N/128,K/128] (block_128x128) or [E,N,ceil(K/32)] (mx); data_t[E,K,N] and
-    scale_inv_t likewise, for the transposed weight of each expert. stats[2] are those of all experts.
-    """
+def _expert_outputs(weight, o: QuantizeOptions):
     experts, n, k = weight.shape
-    grain, transpose = options.granularity, options.transpose
-    plain = dataclasses.replace(options, transpose=False)
-    weight = weight.contiguous()
-    if grain == "tensor":
-        # An expert is one row of the whole: scale of a row = scale of a tensor, by the same rule.
-        made = quantize_2d(weight.view(experts, n * k), dataclasses.replace(plain, granularity="row"))
-        data, scale, scale_t = made.data.view(weight.shape), made.scale_inv, made.scale_inv
-    elif grain == "block_128x128":
-        if n % numerics.BLOCK:
-            raise ValueError(f"weight[{experts},{n},{k}]: {n} is not a multiple of {numerics.BLOCK}, so a block of 128x128 would "
-                             f"span two experts")
-        made = quantize_2d(weight.view(experts * n, k), plain)
-        data, scale = made.data.view(weight.shape), made.scale_inv.view(experts, n // numerics.BLOCK, -1)
-        scale_t = scale.transpose(1, 2).contiguous() if transpose else None
+    fp8, scale_dtype = TORCH_DTYPE[o.format], torch.uint8 if o.granularity == "mx" else torch.float32
+    shape = lambda r, c: (experts,) if o.granularity == "tensor" else (experts, *scale_shape(r, c, o.granularity))  # noqa: E731
+    empty = functools.partial(torch.empty, device=weight.device)
+    turned = ((experts, k, n), shape(k, n)) if o.transpose else ((0,), (0,))
+    return (empty((experts, n, k), dtype=fp8), empty(shape(n, k), dtype=scale_dtype), empty(turned[0], dtype=fp8),
+            empty(turned[1], dtype=scale_dtype), empty((2,), dtype=torch.float32))
+
+
+def _experts_one_by_one(weight, o: QuantizeOptions, key: str):
+    """Every expert is read once and both its copies written: best where one of them fills the GPU."""
+    experts, n, k = weight.shape
+    chosen = _plan(n, k, dtype_name(weight), weight.device, key)
+    data, scale_inv, data_t, scale_inv_t, _ = _expert_outputs(weight, o)
+    stats = torch.empty((experts, 2), dtype=torch.float32, device=weight.device)
+    of = lambda scales, e: scales[e:e + 1] if o.granularity == "tensor" else scales[e]  # noqa: E731
+    for e in range(experts):
+        turned = (data_t[e], of(scale_inv_t, e)) if o.transpose else (data_t, scale_inv_t)
+        _fill(chosen, o, weight[e], None, (data[e], of(scale_inv, e), *turned, stats[e]))
+    return data, scale_inv, data_t, scale_inv_t, torch.stack([stats[:, 0].amax(), stats[:, 1].sum()])
+
+
+def _experts_at_once(weight, o: QuantizeOptions):
+    """One launch a copy whatever the number of experts: their rows as one matrix [E*N,K], or (tensor) each of them as a row."""
+    experts, n, k = weight.shape
+    plain = dataclasses.replace(o, transpose=False)
+    cast = lambda x, options: quantize_impl(x, None, _cached_key(options))  # noqa: E731
+    if o.granularity == "tensor":
+        data, scale, data_t, scale_t, stats = cast(weight.view(experts, n * k), dataclasses.replace(plain, granularity="row"))
     else:
-        made = quantize_2d(weight.view(experts * n, k), plain)
-        data, scale = made.data.view(weight.shape), made.scale_inv.view(experts, n, *made.scale_inv.shape[1:])
-        if not transpose:
-            return QuantizedTensor(data, scale, grain, options.format, made.stats)
-        turned = quantize_2d(weight.transpose(1, 2).reshape(experts * k, n), plain)
-        return QuantizedTensor(data, scale, grain, options.format, made.stats, turned.data.view(experts, k, n),
-                               turned.scale_inv.view(experts, k, *turned.scale_inv.shape[1:]))
-    if not transpose:
-        return QuantizedTensor(data, scale, grain, options.format, made.stats)
-    # A scale that does not depend on the direction gives the same codes in either.
-    data_t = data.view(torch.uint8).transpose(1, 2).contiguous().view(data.dtype)
-    return QuantizedTensor(data, scale, grain, options.format, made.stats, data_t, scale_t)
+        data, scale, data_t, scale_t, stats = cast(weight.view(experts * n, k), plain)
+        scale = scale.view(experts, -1, *scale.shape[1:])
+    data = data.view(weight.shape)
+    if not o.transpose:
+        return data, scale, data_t, scale_t, stats
+    if o.granularity in ("tensor", "block_128x128"):
+        # A scale that does not depend on the direction gives the same codes in either.
+        data_t = data.view(torch.uint8).transpose(1, 2).contiguous().view(data.dtype)
+        return data, scale, data_t, scale.clone() if scale.dim() == 1 else scale.transpose(1, 2).contiguous(), stats
+    data_t, scale_t, *_ = cast(weight.transpose(1, 2).reshape(experts * k, n), plain)
+    return data, scale, data_t.view(experts, k, n), scale_t.view(experts, k, *scale_t.shape[1:]), stats
+
+
+def quantize_experts_impl(weight, options: str):
+    o, weight = QuantizeOptions.from_key(options), weight.contiguous()
+    spans_experts = o.granularity == "block_128x128" and weight.shape[1] % numerics.BLOCK
+    if spans_experts or weight.shape[1] * weight.shape[2] >= LARGE_EXPERT:
+        return _experts_one_by_one(weight, o, options)
+    return _experts_at_once(weight, o)
+
+
+define("quantize_experts(Tensor weight, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", quantize_experts_impl,
+       lambda weight, options: _expert_outputs(weight, QuantizeOptions.from_key(options)))
+
+
+def quantize_experts(weight: torch.Tensor, options: QuantizeOptions) -> QuantizedTensor:
+    """Quantise weight[E,N,K] with scales of its own for every expert: the bits of each expert quantised alone.
+
+    data[E,N,K]; scale_inv[E] (tensor), [E,N] (row), [E,ceil(N/128),ceil(K/128)] (block_128x128), [E,N,ceil(K/128)] (block_1x128)
+    or [E,N,ceil(K/32)] (mx); data_t[E,K,N] and scale_inv_t likewise, for the transposed weights. stats[2] are those of all
+    experts. Large experts are read one after the other, small ones all in one launch a copy.
+    """
+    quantise = torch.ops.te_plugin.quantize_experts if torch.compiler.is_compiling() else quantize_experts_impl
+    key = options.key() if torch.compiler.is_compiling() else _cached_key(options)
+    data, scale_inv, data_t, scale_inv_t, stats = quantise(weight, key)
+    if not options.transpose:
+        data_t = scale_inv_t = None
+    return QuantizedTensor(data, scale_inv, options.granularity, options.format, stats, data_t, scale_inv_t)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,5 +1,7 @@
 """Grouped linear: every registered kernel against the loop over experts, with empty groups and poisoned surplus rows."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -202,8 +204,10 @@ def fp8_case(rng, precision, rows=200, sizes=(60, 0, 100)):
     return x, weight.requires_grad_(), dy, torch.tensor(sizes)
 
 
+@pytest.mark.parametrize("large", [False, True], ids=["at-once", "one-by-one"])
 @pytest.mark.parametrize("precision", FP8)
-def test_experts_are_quantised_as_each_of_them_alone(precision, rng):
+def test_experts_are_quantised_as_each_of_them_alone(precision, large, rng, monkeypatch):
+    monkeypatch.setattr(sys.modules["te_plugin.torch.quantize"], "LARGE_EXPERT", 1 if large else 1 << 22)
     kind = SCALINGS[precision]
     weight = torch.from_numpy(rng.standard_normal((3, *FEATURES.get(precision, (48, 32))), dtype=np.float32))
     weight[1] *= 100
@@ -214,7 +218,11 @@ def test_experts_are_quantised_as_each_of_them_alone(precision, rng):
             assert torch.equal(getattr(made, name)[e].view(torch.uint8), getattr(alone, name).view(torch.uint8)), name
         for name in ("scale_inv", "scale_inv_t"):
             assert torch.equal(getattr(made, name)[e].reshape(-1), getattr(alone, name).reshape(-1)), name
+        assert getattr(made, name).shape[0] == 3 and made.data_t.shape == weight.transpose(1, 2).shape
     assert made.stats.tolist() == [float(weight.abs().max()), 0]
+    weight[2, 3, 5] = float("nan")
+    poisoned = quantize_experts(weight, QuantizeOptions(kind.forward_format.name, kind.weight, False, False)).stats
+    assert poisoned[0].isnan() and poisoned[1] == 1
 
 
 @pytest.mark.parametrize("precision", FP8)
