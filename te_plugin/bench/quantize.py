@@ -1,9 +1,9 @@
 """Quantising BF16 to E4M3, with its transposed copy and without, against the machine's copy bandwidth.
 
 With the transposed copy both move the same bytes: two read and two written for each value (the copy reads and writes a BF16
-tensor, quantise reads BF16 and writes two FP8 copies); without it, quantise writes one byte. `of_copy` is the rate divided by that
-of the copy in the same turns: the fraction of the machine's copy bandwidth that a scaling reaches. Scalings whose scale depends on
-the whole tensor or row must read x twice, which the rate does not count. The second peer is what torch does in eager mode.
+tensor, quantise reads BF16 and writes two FP8 copies); without it, quantise writes one byte. `of_copy` is the rate divided by
+that of the copy in the same turns: the fraction of the machine's copy bandwidth that a scaling reaches. Scalings whose scale
+depends on the whole tensor or row must read x twice, which the rate does not count. The second peer is torch in eager mode.
 rel_error compares the dequantised codes with those of numerics.py on some rows; 0 means the same bits.
 """
 

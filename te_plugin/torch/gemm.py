@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from te_plugin.ops.gemm.problem import GemmProblem
 from te_plugin.plan import Plan, plan
 from te_plugin.torch import launches
-from te_plugin.torch.call import DTYPE_NAME, define, dtype_name, launch, target_of
+from te_plugin.torch.call import DTYPE_NAME, define, dtype_name, empty, launch, target_of
 from te_plugin.torch.options import Options
 from te_plugin.torch.quantize import QuantizedTensor, dequantize
 
@@ -27,8 +28,7 @@ class GemmOptions(Options):
     fallback: str = "error"
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """One side of a scaled GEMM: data[R,K] in FP8 and its scale_inv."""
 
     data: torch.Tensor
@@ -59,7 +59,7 @@ def _plan(m, n, k, plain_dtype, out_dtype, accumulate, device, key) -> Plan:
 def _scaled(a, scale_a, b, scale_b, options: str, out_dtype: torch.dtype):
     chosen = _plan(a.shape[0], b.shape[0], a.shape[1], None, out_dtype, False, a.device, options)
     if chosen.kernel.library is not None:
-        c = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+        c = empty((a.shape[0], b.shape[0]), out_dtype, a.device)
         launch(chosen, "gemm", a, b, scale_a, scale_b, c, *chosen.attributes)
         return c
     launches.record(chosen, "gemm")

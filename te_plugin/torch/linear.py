@@ -13,6 +13,7 @@ import torch
 from te_plugin import numerics
 from te_plugin.ops.linear_checks import check_features
 from te_plugin.torch.gemm import Operand, plain_gemm, scaled_gemm
+from te_plugin.torch.options import options as options_of
 from te_plugin.torch.quantize import quantize_2d
 from te_plugin.torch.state import LinearState, operand_options
 
@@ -63,20 +64,26 @@ def _mm_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.mm(a.float(), b.float())
 
 
+def _fp8_forward(x, weight, state: LinearState | None, o: LinearOptions, kind, need_dx: bool, need_dw: bool):
+    """y and the quantised x and weight, with the transposed copies that the gradients need."""
+    keep = o.keep_transpose and need_dx
+    if state is None:
+        xq = quantize_2d(x, operand_options(kind, "activation", o.pow2_scale, need_dw))
+        wq = quantize_2d(weight, operand_options(kind, "weight", o.pow2_scale, keep))
+    else:
+        record = need_dx or need_dw
+        xq = state.quantize(x, "activation", need_dw, record)
+        wq = state.quantized_weight(weight, keep, record)
+    return scaled_gemm(Operand.rowwise(xq), Operand.rowwise(wq), x.dtype, None, o.kernel, o.fallback), xq, wq
+
+
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, state: LinearState | None, o: LinearOptions):
         kind = numerics.scaling(o.precision)
         need_dx, need_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         keep = o.keep_transpose and need_dx
-        record = need_dx or need_dw
-        if state is None:
-            xq = quantize_2d(x, operand_options(kind, "activation", o.pow2_scale, need_dw))
-            wq = quantize_2d(weight, operand_options(kind, "weight", o.pow2_scale, keep))
-        else:
-            xq = state.quantize(x, "activation", need_dw, record)
-            wq = state.quantized_weight(weight, keep, record)
-        y = scaled_gemm(Operand.rowwise(xq), Operand.rowwise(wq), x.dtype, None, o.kernel, o.fallback)
+        y, xq, wq = _fp8_forward(x, weight, state, o, kind, need_dx, need_dw)
         ctx.save_for_backward(xq.data_t, xq.scale_inv_t, wq.data_t if keep else None, wq.scale_inv_t if keep else None, weight)
         ctx.state, ctx.o, ctx.kind = state, o, kind
         return y
@@ -144,12 +151,15 @@ def linear(
     check_features(weight.shape[1], weight.shape[0], precision)
     if accumulate_main_grad and getattr(weight, "main_grad", None) is None:
         raise ValueError("accumulate_main_grad=True needs weight.main_grad, an FP32 tensor of the weight's shape")
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if row_mask is not None:
         flat = torch.where(row_mask.reshape(-1, 1), flat, 0)
-    options = LinearOptions(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback)
+    options = options_of(LinearOptions, precision, bool(pow2_scale), bool(keep_transpose), bool(accumulate_main_grad), kernel,
+                         fallback)
+    # Without a graph to build, autograd's bookkeeping (several microseconds) is left out; the arithmetic is the same.
+    graph = torch.is_grad_enabled() and (flat.requires_grad or weight.requires_grad)
     if kind is None:
-        y = _PlainLinear.apply(flat, weight, options)
+        y = _PlainLinear.apply(flat, weight, options) if graph else plain_gemm(flat, weight, kernel, fallback)
     else:
         if kind.delayed and state is None:
             raise ValueError(f"precision {precision} keeps amax histories: pass state=LinearState({precision!r})")
@@ -157,12 +167,17 @@ def linear(
             if state.precision != precision:
                 raise ValueError(f"state belongs to precision {state.precision!r}, the call asks for {precision!r}")
             state.begin(weight, torch.is_grad_enabled())
-        padding = -flat.shape[0] % kind.row_multiple if flat.is_cuda else 0
+        rows = flat.shape[0]
+        padding = -rows % kind.row_multiple if flat.is_cuda else 0
         if padding:
             # wgrad contracts over the rows, and tensor cores take them in multiples; rows of zeros change no amax and no sum.
-            y = _Fp8Linear.apply(torch.nn.functional.pad(flat, (0, 0, 0, padding)), weight, state, options)[:flat.shape[0]]
-        else:
+            flat = torch.nn.functional.pad(flat, (0, 0, 0, padding))
+        if graph:
             y = _Fp8Linear.apply(flat, weight, state, options)
+        else:
+            y = _fp8_forward(flat, weight, state, options, kind, flat.requires_grad, weight.requires_grad)[0]
+        if padding:
+            y = y[:rows]
     if bias is not None:
         y = y + bias
-    return y.view(*x.shape[:-1], weight.shape[0])
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])

@@ -10,8 +10,9 @@ import torch
 from te_plugin import numerics
 from te_plugin.ops.quantize.problem import QuantizeProblem, scale_shape
 from te_plugin.plan import Plan, plan
-from te_plugin.torch.call import TORCH_DTYPE, define, dtype_name, launch, target_of
+from te_plugin.torch.call import DTYPE_NAME, TORCH_DTYPE, define, dtype_name, empty, launch, target_of
 from te_plugin.torch.options import Options
+from te_plugin.torch.options import options as options_of
 
 
 @dataclass(frozen=True)
@@ -69,49 +70,77 @@ def _plan(rows, columns, dtype, device, key) -> Plan:
     return plan(problem, target_of(device), o.kernel, o.fallback)
 
 
-def _outputs(x, o: QuantizeOptions):
-    rows, columns = x.shape
-    fp8, device = TORCH_DTYPE[o.format], x.device
+def _outputs(rows, columns, o: QuantizeOptions):
+    """Shape and dtype of data, scale_inv, stats, and where they are asked for data_t, scale_inv_t."""
+    fp8 = TORCH_DTYPE[o.format]
     scale_dtype = torch.uint8 if o.granularity == "mx" else torch.float32
-    empty = functools.partial(torch.empty, device=device)
-    data = empty((rows, columns), dtype=fp8)
-    scale_inv = empty(scale_shape(rows, columns, o.granularity), dtype=scale_dtype)
-    stats = empty((2,), dtype=torch.float32)
-    if o.transpose:
-        return (data, scale_inv, empty((columns, rows), dtype=fp8),
-                empty(scale_shape(columns, rows, o.granularity), dtype=scale_dtype), stats)
-    return data, scale_inv, empty((0,), dtype=fp8), empty((0,), dtype=scale_dtype), stats
+    made = (((rows, columns), fp8), (scale_shape(rows, columns, o.granularity), scale_dtype), ((2,), torch.float32))
+    if not o.transpose:
+        return made
+    return (*made, ((columns, rows), fp8), (scale_shape(columns, rows, o.granularity), scale_dtype))
+
+
+def _stage(o: QuantizeOptions) -> str:
+    if o.delayed:
+        return "given_transpose" if o.transpose else "given"
+    return "transpose" if o.transpose else "plain"
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepared(rows, columns, dtype: torch.dtype, device, key):
+    """What a call needs besides its tensors: the plan, its stage, the outputs."""
+    o = QuantizeOptions.from_key(key)
+    return _plan(rows, columns, DTYPE_NAME[dtype], device, key), _stage(o), _outputs(rows, columns, o)
 
 
 def quantize_impl(x, scale, options: str):
     """x[R,C] (rows may be strided) -> data, scale_inv, data_t, scale_inv_t, stats; empty transposed copies unless asked for."""
-    o = QuantizeOptions.from_key(options)
-    if x.stride(-1) != 1 and x.shape[-1] != 1:
+    data, scale_inv, data_t, scale_inv_t, stats = _run(x, scale, options)
+    if data_t is None:
+        data_t, scale_inv_t = data.new_empty(0), scale_inv.new_empty(0)
+    return data, scale_inv, data_t, scale_inv_t, stats
+
+
+def _run(x, scale, options: str):
+    """quantize_impl with None in place of empty transposed copies."""
+    rows, columns = x.shape
+    if x.stride(-1) != 1 and columns != 1:
         x = x.contiguous()
-    chosen = _plan(x.shape[0], x.shape[1], dtype_name(x), x.device, options)
-    outputs = _outputs(x, o)
-    data, scale_inv, data_t, scale_inv_t, stats = outputs
-    if o.delayed and o.transpose:
-        launch(chosen, "given_transpose", x, scale, data, data_t, scale_inv, stats, *chosen.attributes)
+    device = x.device
+    if x.dtype not in DTYPE_NAME:
+        dtype_name(x)  # raises
+    chosen, stage, specs = _prepared(rows, columns, x.dtype, device, options)
+    outputs = [torch.empty(*shape, dtype=dtype, device=device) for shape, dtype in specs]  # as `empty` does
+    data, scale_inv, stats = outputs[:3]
+    data_t, scale_inv_t = outputs[3:] or (None, None)
+    if stage == "given_transpose":
+        launch(chosen, stage, x, scale, data, data_t, scale_inv, stats, *chosen.attributes)
         scale_inv_t.copy_(scale_inv)
-    elif o.delayed:
-        launch(chosen, "given", x, scale, data, scale_inv, stats, *chosen.attributes)
-    elif o.transpose:
-        launch(chosen, "transpose", x, data, scale_inv, data_t, scale_inv_t, stats, *chosen.attributes)
+    elif stage == "given":
+        launch(chosen, stage, x, scale, data, scale_inv, stats, *chosen.attributes)
+    elif stage == "transpose":
+        launch(chosen, stage, x, data, scale_inv, data_t, scale_inv_t, stats, *chosen.attributes)
     else:
-        launch(chosen, "plain", x, data, scale_inv, stats, *chosen.attributes)
-    return outputs
+        launch(chosen, stage, x, data, scale_inv, stats, *chosen.attributes)
+    return data, scale_inv, data_t, scale_inv_t, stats
+
+
+def _quantize_fake(x, scale, options: str):
+    made = [empty(shape, dtype, x.device) for shape, dtype in _outputs(*x.shape, QuantizeOptions.from_key(options))]
+    data, scale_inv, stats = made[:3]
+    data_t, scale_inv_t = made[3:] or (data.new_empty(0), scale_inv.new_empty(0))
+    return data, scale_inv, data_t, scale_inv_t, stats
 
 
 define("quantize(Tensor x, Tensor? scale, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", quantize_impl,
-       lambda x, scale, options: _outputs(x, QuantizeOptions.from_key(options)))
+       _quantize_fake)
 _quantize_op = torch.ops.te_plugin.quantize.default
 
 
 def _dequantize_impl(data, scale_inv, options: str, dtype: torch.dtype):
     o = QuantizeOptions.from_key(options)
     chosen = _plan(data.shape[0], data.shape[1], "fp32", data.device, options)
-    y = torch.empty(data.shape, dtype=dtype, device=data.device)
+    y = empty(data.shape, dtype, data.device)
     launch(chosen, "dequantize", data, scale_inv, y, numerics.GRANULARITY_CODE[o.granularity], numerics.FORMATS[o.format].code)
     return y
 
@@ -123,7 +152,7 @@ _dequantize_op = torch.ops.te_plugin.dequantize.default
 
 def dequantize(data, scale_inv, granularity: str, format: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """data[R,C] * scale_inv in FP32, rounded once to `dtype` (FP32 or BF16)."""
-    key = QuantizeOptions(format=format, granularity=granularity).key()
+    key = options_of(QuantizeOptions, format, granularity).key()
     if torch.compiler.is_compiling():
         return _dequantize_op(data, scale_inv, key, dtype)
     return _dequantize_impl(data, scale_inv, key, dtype)
@@ -134,15 +163,10 @@ def quantize_2d(x: torch.Tensor, options: QuantizeOptions, scale: torch.Tensor |
     if torch.compiler.is_compiling():
         data, scale_inv, data_t, scale_inv_t, stats = _quantize_op(x, scale, options.key())
     else:
-        data, scale_inv, data_t, scale_inv_t, stats = quantize_impl(x, scale, _cached_key(options))
+        data, scale_inv, data_t, scale_inv_t, stats = _run(x, scale, options.key())
     if not options.transpose:
         data_t = scale_inv_t = None
     return QuantizedTensor(data, scale_inv, options.granularity, options.format, stats, data_t, scale_inv_t)
-
-
-@functools.lru_cache(maxsize=1024)
-def _cached_key(options: QuantizeOptions) -> str:
-    return options.key()
 
 
 def quantize(
@@ -170,9 +194,10 @@ def quantize(
             raise ValueError(f"amax is a per-tensor statistic; granularity is {granularity!r}")
         scale = scale_from_amax(torch.as_tensor(amax, dtype=torch.float32, device=x.device).reshape(1),
                                 numerics.FORMATS[dtype], pow2_scale)
-    options = QuantizeOptions(dtype, granularity, pow2_scale if amax is None else False, transpose, amax is not None, kernel,
-                              fallback)
-    QuantizeProblem(1, 1, "fp32", dtype, granularity)  # its ValueError names a wrong dtype or granularity
+    if dtype not in numerics.FORMATS or granularity not in numerics.GRANULARITIES:
+        QuantizeProblem(1, 1, "fp32", dtype, granularity)  # its ValueError names the wrong one
+    pow2_scale = bool(pow2_scale) and amax is None
+    options = options_of(QuantizeOptions, dtype, granularity, pow2_scale, bool(transpose), amax is not None, kernel, fallback)
     made = quantize_2d(x.detach().reshape(-1, x.shape[-1]), options, scale)
     made.shape = x.shape
     return made

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from te_plugin import numerics
+from te_plugin.torch.options import options as options_of
 from te_plugin.torch.quantize import QuantizedTensor, QuantizeOptions, quantize_2d, scale_from_amax
 
 AMAX_COMPUTE = ("max", "most_recent")
@@ -40,7 +41,7 @@ class DelayedScaling(nn.Module):
     def quantize(self, x: torch.Tensor, operand: str, transpose: bool = False, record: bool = True) -> QuantizedTensor:
         """Quantise x[R,C] with the scale of this step; record its amax unless the call is outside training."""
         index = self.OPERANDS.index(operand)
-        options = QuantizeOptions(self.format(index).name, "tensor", False, transpose, True)
+        options = options_of(QuantizeOptions, self.format(index).name, "tensor", False, transpose, True)
         made = quantize_2d(x, options, self.scale[index:index + 1])
         if record:
             slot = self.history[index, 0]
@@ -190,7 +191,7 @@ class LinearState(nn.Module):
 def operand_options(kind: numerics.Scaling, operand: str, pow2: bool, transpose: bool) -> QuantizeOptions:
     """How a scaling quantises one operand of a linear layer."""
     fmt = kind.gradient_format if operand == "gradient" else kind.forward_format
-    return QuantizeOptions(fmt.name, getattr(kind, operand), pow2, transpose)
+    return options_of(QuantizeOptions, fmt.name, getattr(kind, operand), pow2, transpose)
 
 
 def _identity(weight: torch.Tensor) -> tuple:
