@@ -188,10 +188,12 @@ _caches: list[Callable[[], None]] = []
 
 
 def set_tuner(tuner: Tuner | None) -> Tuner | None:
-    """Let kernel="auto" measure (None: take the first able kernel in the order). Returns the tuner before; forgets all plans."""
+    """Let kernel="auto" measure (None: take the first able kernel in the order). Returns the tuner before; a new one
+    forgets all plans."""
     global _tuner
     before, _tuner = _tuner, tuner
-    forget_plans()
+    if before is not tuner:
+        forget_plans()
     return before
 
 

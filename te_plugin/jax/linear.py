@@ -103,8 +103,11 @@ def _backward(o: LinearOptions, saved, dy):
     x = Operand(x_data, 1 if needs_transpose(kind.activation) else 0, x_scale, kind.activation, fmt)
     w_axis = 1 if o.layout == "kn" or needs_transpose(kind.weight) else 0
     dx = matmul(along_rows(dyq), Operand(w_data, w_axis, w_scale, kind.weight, fmt), like_x.dtype, o.kernel, o.fallback)
-    pair = (along_columns(dyq), x) if o.layout == "nk" else (x, along_columns(dyq))
+    # Kernels take the format of gradients, where it is one of its own (E5M2), as their first operand only.
+    turned = o.layout == "kn" and kind.gradient_format is not kind.forward_format
+    pair = (along_columns(dyq), x) if o.layout == "nk" or turned else (x, along_columns(dyq))
     dw = matmul(*pair, like_w.dtype, o.kernel, o.fallback)
+    dw = dw.T if turned else dw
     # These two cotangents are no derivatives: they carry numbers of this step out, for the caller to overwrite its state.
     found = jnp.stack([x_stats, w_stats, dyq.stats])
     return dx, dw, found[:, 0] if kind.delayed else None, None if stats is None else found

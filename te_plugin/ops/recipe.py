@@ -188,7 +188,9 @@ def _kn_linear_problems(name: str, m: int, n: int, k: int, dtype: str, precision
         (f"{name}.quantize_dy", cast(m, n, grad, kind.gradient)),
         (f"{name}.forward", GemmProblem(m, n, k, fwd, fwd, kind.activation, kind.weight, dtype)),
         (f"{name}.dgrad", GemmProblem(m, k, n, grad, fwd, kind.gradient, kind.weight, dtype)),
-        (f"{name}.wgrad", GemmProblem(k, n, m, fwd, grad, kind.activation, kind.gradient, dtype)),
+        # The gradient's format, where it is one of its own (E5M2), is a kernel's first operand; the product is turned then.
+        (f"{name}.wgrad", GemmProblem(k, n, m, fwd, grad, kind.activation, kind.gradient, dtype) if grad == fwd else
+         GemmProblem(n, k, m, grad, fwd, kind.gradient, kind.activation, dtype)),
     ]
 
 

@@ -98,24 +98,28 @@ def _composite_backward(plan: Plan, dout, q, k, v, out, lse, cu_q, cu_k, start_q
 class _FlashSegments:
     """cu_seqlens as FlashAttention 2 wants them: one list that is both offsets and lengths, and the rows that count.
 
-    A segment is stretched over the gap behind it. Under a causal mask its real rows never see those rows; their inputs are
-    replaced by 0, so that NaN there meets no product, and their outputs are cut away. Lists that reach outside the tensor are
-    bent back inside before the kernel sees them, and the result is NaN, because reading them on the host would stop the GPU.
+    Where segments may have gaps between them, a segment is stretched over the gap behind it. Under a causal mask its real rows
+    never see those rows; their inputs are replaced by 0, so that NaN there meets no product. Without gaps the kernel reads
+    nothing outside segments. Outputs of rows outside are 0 either way. Lists that reach outside the tensor are bent back inside
+    before the kernel sees them, and the result is NaN, because reading them on the host would stop the GPU.
     """
 
-    def __init__(self, cu: torch.Tensor, start: torch.Tensor, tokens: int):
+    def __init__(self, cu: torch.Tensor, start: torch.Tensor, tokens: int, gaps: bool):
         lengths = cu[1:] - cu[:-1]
         self.cu = torch.cummax(start.clamp(0, tokens), 0).values.int()
         used = lengths > 0
         fits = (lengths >= 0).all() & (~used | ((start[:-1] >= 0) & (start[:-1] + lengths <= start[1:]))).all()
-        self.valid = fits & (start[-1] <= tokens) & (cu[0] == 0)
+        valid = fits & (start[-1] <= tokens) & (cu[0] == 0)
+        self.gaps = gaps
         self.inside = (segment_ids(cu, start, tokens)[0] >= 0)[:, None, None]
+        self.kept = self.inside & valid
+        self.outside_value = torch.where(valid, 0.0, float("nan"))
 
     def clean(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.where(self.inside, x, 0)
+        return torch.where(self.inside, x, 0) if self.gaps else x
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.where(self.valid, torch.where(self.inside, x, 0), float("nan"))
+        return torch.where(self.kept, x, self.outside_value.to(x.dtype))
 
 
 def _window(plan: Plan) -> tuple[int | None, int | None]:
@@ -123,9 +127,15 @@ def _window(plan: Plan) -> tuple[int | None, int | None]:
     return (left, 0) if left >= 0 else (None, None)
 
 
+def _flash_segments(plan: Plan, q, k, cu_q, cu_k, start_q, start_k) -> tuple[_FlashSegments, _FlashSegments]:
+    at_q = _FlashSegments(cu_q, start_q, q.shape[0], plan.problem.gaps)
+    if cu_k is cu_q and start_k is start_q:
+        return at_q, at_q
+    return at_q, _FlashSegments(cu_k, start_k, k.shape[0], plan.problem.gaps)
+
+
 def _flash_forward(plan: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
-    at_q = _FlashSegments(cu_q, start_q, q.shape[0])
-    at_k = at_q if cu_k is cu_q and start_k is start_q else _FlashSegments(cu_k, start_k, k.shape[0])
+    at_q, at_k = _flash_segments(plan, q, k, cu_q, cu_k, start_q, start_k)
     left, right = _window(plan)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         at_q.clean(q), at_k.clean(k), at_k.clean(v), at_q.cu, at_k.cu, q.shape[0], k.shape[0], 0.0, True, False,
@@ -135,8 +145,7 @@ def _flash_forward(plan: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
 
 
 def _flash_backward(plan: Plan, dout, q, k, v, out, lse, cu_q, cu_k, start_q, start_k):
-    at_q = _FlashSegments(cu_q, start_q, q.shape[0])
-    at_k = at_q if cu_k is cu_q and start_k is start_q else _FlashSegments(cu_k, start_k, k.shape[0])
+    at_q, at_k = _flash_segments(plan, q, k, cu_q, cu_k, start_q, start_k)
     left, right = _window(plan)
     empty = torch.zeros((), dtype=torch.int64, device=q.device)
     lse = torch.where(torch.isinf(lse), 0, lse)

@@ -94,7 +94,8 @@ def _dswiglu_cast(dy, h, transpose, state, o: NormLinearOptions) -> QuantizedTen
 
 
 def _norm_backward(dnormed, x, norm_weight, rstd, o: NormLinearOptions):
-    """(dx, dw) of RMSNorm from the gradient of its output."""
+    """(dx, dw) of RMSNorm from the gradient of its output; rows past those of x were padding."""
+    dnormed, rstd = cut_rows(dnormed, x), cut_rows(rstd, x)
     if o.reduce_gradient is not None:
         dnormed = o.reduce_gradient(dnormed)
     dx, dw = torch.ops.te_plugin.rms_norm_backward(dnormed, x, norm_weight, rstd, o.pointwise().key())
@@ -112,12 +113,12 @@ class _Fp8NormLinear(torch.autograd.Function):
         need_dx = o.grad_enabled and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
         need_dw = ctx.needs_input_grad[2]
         keep, record = o.linear.keep_transpose and need_dx, need_dx or need_dw
-        xq, rstd = _norm_cast(x, norm_weight, need_dw, record, state, o)
+        xq, rstd = _norm_cast(padded_rows(x, o.linear.precision), norm_weight, need_dw, record, state, o)
         wq = cast_weight(weight, keep, record, state, o.linear)
         y = scaled_gemm(Operand.rowwise(xq), Operand.rowwise(wq), x.dtype, None, o.linear.kernel, o.linear.fallback)
         ctx.save_for_backward(x, norm_weight, rstd, *_saved(xq, wq, keep, weight))
         ctx.state, ctx.o = state, o
-        return y
+        return y  # with padded_rows' zeros: the caller cuts them, because a view made here could not be changed in place
 
     @staticmethod
     def backward(ctx, dy):
@@ -142,10 +143,11 @@ class _Fp8MLP(torch.autograd.Function):
         record2 = need_dh or need[3]
         keep1, keep2 = o.linear.keep_transpose and need_dx, o.linear.keep_transpose and need_dh
         kernel, fallback = o.linear.kernel, o.linear.fallback
+        rows = padded_rows(x, o.linear.precision)
         if norm_weight is None:
-            xq, rstd = cast(x, "activation", need[2], record1, state1, o.linear), None
+            xq, rstd = cast(rows, "activation", need[2], record1, state1, o.linear), None
         else:
-            xq, rstd = _norm_cast(x, norm_weight, need[2], record1, state1, o)
+            xq, rstd = _norm_cast(rows, norm_weight, need[2], record1, state1, o)
         w1q = cast_weight(w1, keep1, record1, state1, o.linear)
         h = scaled_gemm(Operand.rowwise(xq), Operand.rowwise(w1q), x.dtype, None, kernel, fallback)
         aq = _swiglu_cast(h, need[3], record2, state2, o)
@@ -153,8 +155,8 @@ class _Fp8MLP(torch.autograd.Function):
         y = scaled_gemm(Operand.rowwise(aq), Operand.rowwise(w2q), x.dtype, None, kernel, fallback)
         ctx.save_for_backward(None if norm_weight is None else x, norm_weight, rstd, h, *_saved(xq, w1q, keep1, w1),
                               *_saved(aq, w2q, keep2, w2))
-        ctx.states, ctx.o = (state1, state2), o
-        return y
+        ctx.states, ctx.o, ctx.rows = (state1, state2), o, x.shape[0]
+        return y  # with padded_rows' zeros, as above
 
     @staticmethod
     def backward(ctx, dy):
@@ -170,8 +172,9 @@ class _Fp8MLP(torch.autograd.Function):
             dx, dw1 = fp8_gradients(dhq, dy.dtype, products[:5], state1, o.linear, need_dx, need[2])
         if need_dx and norm_weight is not None:
             dx, dnw = _norm_backward(dx, x, norm_weight, rstd, o)
-        elif need_dx and o.reduce_gradient is not None:
-            dx = o.reduce_gradient(dx)
+        elif need_dx:
+            dx = dx if dx.shape[0] == ctx.rows else dx[:ctx.rows]
+            dx = dx if o.reduce_gradient is None else o.reduce_gradient(dx)
         return dx, dnw, dw1, dw2, None, None, None
 
 
@@ -239,7 +242,7 @@ def layer_norm_linear(
         check_call(weight, state, options.linear)
         # Rows of zeros stay zeros under RMSNorm: masking before it is masking after it, and NaN there is never read.
         rows = masked_rows(x, row_mask).contiguous()
-        y = cut_rows(apply(_Fp8NormLinear, (padded_rows(rows, precision), norm_weight, weight), state, options), rows)
+        y = cut_rows(apply(_Fp8NormLinear, (rows, norm_weight, weight), state, options), rows)
         y = y.view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias
 
@@ -278,5 +281,5 @@ def gated_mlp(
     for weight, state in zip((fc1_weight, fc2_weight), states, strict=True):
         check_call(weight, state, options.linear)
     rows = masked_rows(x, row_mask).contiguous()
-    y = apply(_Fp8MLP, (padded_rows(rows, precision), norm_weight, fc1_weight, fc2_weight), *states, options)
+    y = apply(_Fp8MLP, (rows, norm_weight, fc1_weight, fc2_weight), *states, options)
     return cut_rows(y, rows).view(*x.shape[:-1], fc2_weight.shape[0])

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from te_plugin.config import Config, ConfigError
 from te_plugin.ops.recipe import problems_of
 from te_plugin.plan import plan, set_tuner
 from te_plugin.training.distributed import World
 
 
-def start_tuning(cfg: Config, world: World) -> None:
-    """Every rank calls it, after the adapter is initialised. Does nothing without run.tune. ConfigError on the CPU."""
-    if not cfg.run.tune:
-        return
-    if world.device.type != "cuda":
+@contextlib.contextmanager
+def measured_kernels(cfg: Config, world: World) -> Iterator[None]:
+    """Around a run, on every rank, after the adapter is initialised: with run.tune kernels are chosen by measurement, without it
+    by their order, whatever the process did before. ConfigError for run.tune on the CPU."""
+    if cfg.run.tune and world.device.type != "cuda":
         raise ConfigError("run.tune=true measures kernels on a GPU, and this run is on the CPU; leave run.tune out")
+    before = set_tuner(None)
+    try:
+        if cfg.run.tune:
+            _measure(cfg, world)
+        yield
+    finally:
+        set_tuner(before)
+
+
+def _measure(cfg: Config, world: World) -> None:
     from te_plugin.torch import tuning
     from te_plugin.torch.call import target_of
 
@@ -23,8 +36,3 @@ def start_tuning(cfg: Config, world: World) -> None:
             if problem.op == "gemm":
                 plan(problem, target_of(world.device), fallback=cfg.run.fallback)
     tuner.adopt(world.broadcast_object(tuner.choices()), "not among the products that were measured before the first step")
-
-
-def stop_tuning() -> None:
-    """Back to the order of the kernels, for the next run of this process."""
-    set_tuner(None)

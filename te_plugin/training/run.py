@@ -21,7 +21,7 @@ from te_plugin.training import checkpoint as ckpt
 from te_plugin.training import distributed
 from te_plugin.training.adapter import Adapter
 from te_plugin.training.environment import describe, write_json
-from te_plugin.training.kernel_choice import start_tuning, stop_tuning
+from te_plugin.training.kernel_choice import measured_kernels
 from te_plugin.training.loop import Loop
 from te_plugin.training.metrics import METRICS_FILE, read_metrics
 from te_plugin.training.step import Schedule, TrainingError
@@ -47,17 +47,16 @@ def train(cfg: Config, run_dir: Path | str, adapter: Adapter | None = None) -> V
         cfg = _apply_sabotage(cfg, world)
         adapter = adapter or _adapter_of(cfg)
         world = adapter.initialize(cfg, world)
-        start_tuning(cfg, world)
         _prepare_run_dir(cfg, run_dir, world)
-        run = _Run(cfg, run_dir, adapter, world, cfg.run.resume)
-        verdict = run.execute()
-        if cfg.check.mode == "record" and verdict.status == "PASS":
-            verdict = _record(run)
+        with measured_kernels(cfg, world):
+            run = _Run(cfg, run_dir, adapter, world, cfg.run.resume)
+            verdict = run.execute()
+            if cfg.check.mode == "record" and verdict.status == "PASS":
+                verdict = _record(run)
         if world.is_main:
             print(verdict.line, flush=True)
         return verdict
     finally:
-        stop_tuning()
         if world.owns_process_group:
             if adapter is not None:
                 adapter.finalize()

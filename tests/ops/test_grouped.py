@@ -342,3 +342,61 @@ def test_what_the_sm90_kernel_cannot_do_is_said(problem, reason):
 def test_every_stage_is_planned_for_sm90(precision):
     for problem in stages(64, 256, 128, 8, "bf16", precision):
         assert plan(problem, "sm90").kernel.name == "sm90"
+
+
+@pytest.mark.parametrize("precision", ["fp8_current", "fp8_rowwise", "fp8_block"])
+def test_no_group_size_is_read_on_the_host(precision, rng, monkeypatch):
+    """On the way to the sm90 kernels; a read would stall the GPU in every layer and cannot be captured in a CUDA graph."""
+    x, weight, dy, sizes = fp8_case(rng, precision, rows=208)
+    x.requires_grad_()
+    grouped_linear(x, weight, sizes, precision).backward(dy)  # plans are made by now
+    calls = []
+
+    def launch(plan, stage, *arguments):
+        calls.append(stage)
+        arguments[5].zero_()
+
+    def forbidden(*_):
+        raise AssertionError("group sizes were read on the host")
+
+    monkeypatch.setattr(grouped_gemm, "_plan", lambda *a: plan(
+        GroupedGemmProblem(*a[:5], *a[6].replace("'", "").split(";")[:2]), Target("sm90", "torch")))
+    monkeypatch.setattr(grouped_gemm, "launch", launch)
+    with monkeypatch.context() as patch:
+        for name in ("tolist", "item", "cpu", "numpy", "__int__", "__bool__", "__index__", "__float__"):
+            patch.setattr(torch.Tensor, name, forbidden)
+        grouped_linear(x, weight, sizes, precision).backward(dy)
+    assert calls == ["scaled", "scaled", "scaled_wgrad"]
+
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
+@pytest.mark.parametrize("precision", ["bf16", "fp8_current", "fp8_rowwise", "fp8_block"])
+def test_a_captured_graph_follows_group_sizes_that_change_on_the_device(precision):
+    torch.manual_seed(0)
+    x, weight, dy = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((512, 256), (4, 384, 256), (512, 384)))
+    x.requires_grad_()
+    weight.requires_grad_()
+    sizes = torch.tensor([100, 0, 300, 7], device="cuda")
+    state = LinearState(precision) if precision != "bf16" else None
+
+    def step():
+        y = grouped_linear(x, weight, sizes, precision, state=state)
+        return y, *torch.autograd.grad(y, (x, weight), dy)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for new in ([100, 0, 300, 7], [0, 512, 0, 0], [1, 2, 3, 4], [128, 128, 128, 128]):
+        sizes.copy_(torch.tensor(new))
+        graph.replay()
+        for a, b in zip(captured, step(), strict=True):
+            assert torch.equal(a, b)

@@ -48,7 +48,17 @@ def test_explaining_a_recipe_for_hopper_names_the_measured_products():
 def test_a_run_on_the_cpu_refuses_to_tune():
     cfg = SimpleNamespace(run=SimpleNamespace(tune=True))
     with pytest.raises(ConfigError, match="run.tune=true measures kernels on a GPU"):
-        kernel_choice.start_tuning(cfg, SimpleNamespace(device=torch.device("cpu"), is_main=True))
+        with kernel_choice.measured_kernels(cfg, SimpleNamespace(device=torch.device("cpu"), is_main=True)):
+            pass
+
+
+def test_a_run_without_tune_takes_the_order_whatever_the_process_did_before():
+    mine = object()
+    set_tuner(mine)
+    cfg = SimpleNamespace(run=SimpleNamespace(tune=False))
+    with kernel_choice.measured_kernels(cfg, SimpleNamespace(device=torch.device("cpu"), is_main=True)):
+        assert set_tuner(None) is None
+    assert set_tuner(None) is mine
 
 
 @pytest.mark.parametrize("is_main", [True, False])
@@ -78,13 +88,10 @@ def test_rank_0_measures_every_fp8_product_of_the_run_and_all_ranks_take_its_cho
     monkeypatch.setattr("te_plugin.torch.call.target_of", lambda device: Target("sm90", "torch", local=True))
     monkeypatch.setattr(ffi, "exports", lambda library, name: True)
     world = SimpleNamespace(device=torch.device("cuda", 0), is_main=is_main, broadcast_object=lambda value: {"of rank 0": {}})
-    try:
-        kernel_choice.start_tuning(cfg, world)
+    with kernel_choice.measured_kernels(cfg, world):
         assert adopted == [{"of rank 0": {}}]
         products = {problem for _, problem in problems_of(cfg) if problem.op == "gemm"}
         assert set(asked) == (products if is_main else set()) and products
-    finally:
-        kernel_choice.stop_tuning()
     assert set_tuner(None) is None
 
 

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_plugin.torch as tp
 from te_plugin.numerics import SCALINGS
-from te_plugin.torch import launches
+from te_plugin.torch import launches, norm_linear
 
 PRECISIONS = ["fp32", "bf16", *SCALINGS]
 ROWS, HIDDEN, FFN = 48, 128, 256
@@ -33,8 +33,8 @@ class SeparateMLP(tp.LayerNormMLP):
 KINDS = {"linear": (tp.LayerNormLinear, SeparateLinear, 2 * FFN), "mlp": (tp.LayerNormMLP, SeparateMLP, HIDDEN)}
 
 
-def draw(*shape, seed=1, dtype=torch.bfloat16):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def draw(*shape, seed=1, dtype=torch.bfloat16, device="cpu"):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def pair(kind: str, dtype, **options):
@@ -47,7 +47,7 @@ def pair(kind: str, dtype, **options):
     with torch.no_grad():
         for name, parameter in fused.named_parameters():
             if name.endswith("layer_norm_weight"):
-                parameter.copy_(1 + 0.3 * draw(*parameter.shape, seed=9, dtype=dtype))
+                parameter.copy_(1 + 0.3 * draw(*parameter.shape, seed=9, dtype=dtype, device=parameter.device))
     separate.load_state_dict(fused.state_dict(), strict=True)
     for _, state in tp.state.states(separate):
         state._uncalibrated = {"activation", "weight", "gradient"} if state.delayed is not None else set()
@@ -69,14 +69,14 @@ def state_tensors(model):
     return found
 
 
-def train(model, out, dtype, steps=3, microbatches=2, row_mask=None, recompute=False):
+def train(model, out, dtype, steps=3, microbatches=2, row_mask=None, recompute=False, rows=ROWS):
     """Everything a few optimizer steps show."""
-    seen = []
+    seen, device = [], next(model.parameters()).device
     for step in range(steps):
         for micro in range(microbatches):
-            x = draw(2, ROWS // 2, HIDDEN, seed=10 * step + micro, dtype=dtype).mul_(1 + step).requires_grad_()
+            x = draw(2, rows // 2, HIDDEN, seed=10 * step + micro, dtype=dtype, device=device).mul_(1 + step).requires_grad_()
             y = checkpoint(model, x, row_mask, use_reentrant=False) if recompute else model(x, row_mask)
-            y.backward(draw(*y.shape, seed=100 + 10 * step + micro, dtype=dtype))
+            y.backward(draw(*y.shape, seed=100 + 10 * step + micro, dtype=dtype, device=device))
             seen += [y.detach(), x.grad]
             seen += state_tensors(model)
         with torch.no_grad():
@@ -101,6 +101,27 @@ def check_equal(a, b):
 def test_training_equals_the_separate_functions(precision, kind, dtype):
     fused, separate, out = pair(kind, dtype, precision=precision)
     check_equal(train(fused, out, dtype), train(separate, out, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [256, 50])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", ["bf16", "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block"])
+def test_the_fused_kernels_of_a_gpu_train_like_the_separate_ones(precision, kind, rows):
+    """rows=50: padded inside to what the tensor cores take."""
+    fused, separate, out = pair(kind, torch.bfloat16, precision=precision, device="cuda")
+    launches.reset()
+    check_equal(train(fused, out, torch.bfloat16, rows=rows), train(separate, out, torch.bfloat16, rows=rows))
+    kernels = {row["kernel"] for row in launches.snapshot() if row["op"] in ("norm_quantize", "activation_quantize")}
+    assert kernels == (set() if precision == "bf16" else {"sm90"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_output_may_be_changed_in_place(kind):
+    model, _, _ = pair(kind, torch.bfloat16, precision="fp8_current")
+    y = model(draw(ROWS, HIDDEN).requires_grad_())
+    y += 1
+    y.sum().backward()
 
 
 @pytest.mark.parametrize("options", [{"pow2_scale": True}, {"keep_transpose": False}, {"weight_cache": False}], ids=str)
@@ -225,6 +246,16 @@ def test_hooks_of_the_parts_of_an_mlp_run():
     one_call, called = model(draw(ROWS, HIDDEN)), []
     model.fc2.register_forward_hook(lambda *_: called.append("fc2"))
     assert torch.equal(model(draw(ROWS, HIDDEN)), one_call) and called == ["fc2"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", ["fp8_current", "fp8_delayed", "fp8_block"])
+def test_padding_of_rows_changes_nothing(precision, kind, monkeypatch):
+    """GPUs pad rows to what their tensor cores take; here the CPU does so for the fused layers alone."""
+    fused, separate, out = pair(kind, torch.bfloat16, precision=precision)
+    plain = train(separate, out, torch.bfloat16)
+    monkeypatch.setattr(norm_linear, "padded_rows", lambda x, precision: torch.nn.functional.pad(x, (0, 0, 0, 16)))
+    check_equal(train(fused, out, torch.bfloat16), plain)
 
 
 def test_sizes_that_do_not_fit_are_named():

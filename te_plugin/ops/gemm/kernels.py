@@ -40,6 +40,16 @@ def _fp8_reason(problem: GemmProblem) -> str | None:
     return None
 
 
+def _cublaslt_block_reason(problem: GemmProblem, target: Target) -> str | None:
+    return first_reason(
+        f"has block scales on sm90 only, not on {target.arch}" if target.arch != "sm90" else None,
+        "takes e4m3 under block scales" if (problem.dtype_a, problem.dtype_b) != ("e4m3", "e4m3") else None,
+        f"writes bf16 or fp32 under block scales, not {problem.out_dtype}" if problem.out_dtype not in ("bf16", "fp32") else None,
+        f"M={problem.m} is not a multiple of {ROW_BYTES}" if problem.m % ROW_BYTES else None,
+        f"K={problem.k} is not a multiple of {numerics.BLOCK}" if problem.k % numerics.BLOCK else None,
+    )
+
+
 def _cublaslt_supports(problem: GemmProblem, target: Target) -> Supported | Unsupported:
     if reason := wrong_arch(target, "sm90", "sm100"):
         return Unsupported(reason)
@@ -50,8 +60,8 @@ def _cublaslt_supports(problem: GemmProblem, target: Target) -> Supported | Unsu
     reason = first_reason(
         _fp8_reason(problem),
         "multiplies e5m2 by e5m2 in no mode" if problem.dtype_a == problem.dtype_b == "e5m2" else None,
-        "is called with scales a tensor or a row; block scales go to sm90" if problem.scale_a not in ("tensor", "row") else None,
         f"N={problem.n} is not a multiple of {ROW_BYTES}" if problem.n % ROW_BYTES else None,
+        _cublaslt_block_reason(problem, target) if problem.scale_a == "block_1x128" else None,
     )
     return Unsupported(reason) if reason else Supported()
 
