@@ -76,5 +76,5 @@ def measure(report: Report, name: str, lengths: tuple[int, ...], sizes: Sizes, s
         took = timings[kernel]
         report.rows.append(Row(OP, case, kernel, kernel in is_ours, took.median * 1e3, took.low * 1e3, took.high * 1e3,
                                sum(lengths) / took.median, "tokens/s", max(errors[kernel]), turns=took.turns))
-        found = breakdown.measure(call, took.median * 1e3, device)
+        found = breakdown.measure(call, device)
         details[kernel] = {"error_y": errors[kernel][0], "error_dx": errors[kernel][1], **found.as_json()}

@@ -116,7 +116,8 @@ class _FlashSegments:
         self.outside_value = torch.where(valid, 0.0, float("nan"))
 
     def clean(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.where(self.inside, x, 0) if self.gaps else x
+        # An empty tensor may have any strides; torch asks for 1.
+        return torch.where(self.inside, x, 0) if self.gaps or not x.numel() else x
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return torch.where(self.kept, x, self.outside_value.to(x.dtype))

@@ -109,15 +109,9 @@ def _cublaslt_scaled(o: GemmOptions, a, scale_a, b, scale_b, out_dtype, out):
         scale_a, scale_b = scale_a[:, None], scale_b[None]
     elif blocks:
         scale_a = scale_a.t().contiguous().t()
-        scale_b = _padded_k(scale_b).t() if o.granularity_b == "block_128x128" else scale_b.t().contiguous()
+        scale_b = scale_b.t() if o.granularity_b == "block_128x128" else scale_b.t().contiguous()
     product = torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=not blocks)
     return product if out is None else out.add_(product)
-
-
-def _padded_k(scales: torch.Tensor) -> torch.Tensor:
-    """Scales [N/128, K/128] in rows of a multiple of 4, as cuBLASLt reads them."""
-    blocks = scales.shape[1]
-    return torch.nn.functional.pad(scales, (0, -blocks % 4))[:, :blocks] if blocks % 4 else scales
 
 
 # Kernels that exist in torch only, by the name under which ops/gemm/kernels.py registers them.

@@ -25,6 +25,7 @@ def _xla_supports(problem: GemmProblem, target: Target) -> Supported | Unsupport
 # How the two operands of an FP8 product may be scaled, and the number the sm90 kernel gives each pair.
 SCALE_KIND = {("tensor", "tensor"): 0, ("row", "row"): 1, ("block_1x128", "block_128x128"): 2, ("block_1x128", "block_1x128"): 3}
 ROW_BYTES = 16  # operands are read in rows of this many bytes
+CUBLASLT_BLOCK_K = 4 * numerics.BLOCK  # cuBLASLt reads block scales along K four at a time
 
 
 def _fp8_reason(problem: GemmProblem) -> str | None:
@@ -46,7 +47,8 @@ def _cublaslt_block_reason(problem: GemmProblem, target: Target) -> str | None:
         "takes e4m3 under block scales" if (problem.dtype_a, problem.dtype_b) != ("e4m3", "e4m3") else None,
         f"writes bf16 or fp32 under block scales, not {problem.out_dtype}" if problem.out_dtype not in ("bf16", "fp32") else None,
         f"M={problem.m} is not a multiple of {ROW_BYTES}" if problem.m % ROW_BYTES else None,
-        f"K={problem.k} is not a multiple of {numerics.BLOCK}" if problem.k % numerics.BLOCK else None,
+        f"K={problem.k} is not a multiple of {CUBLASLT_BLOCK_K}, which its rows of block scales need"
+        if problem.k % CUBLASLT_BLOCK_K else None,
     )
 
 
