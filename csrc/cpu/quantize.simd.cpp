@@ -25,6 +25,14 @@ TE_INLINE void expect_write(const void* p, int64_t offset, int64_t bytes) {
 
 #define TE_MEMBER inline __attribute__((always_inline))
 
+// Asks for what lies `ahead` bytes after a step of values: spread over the work on a row, as many lines are under way as the processor
+// can follow.
+template <typename T>
+TE_INLINE void expect_step(const T* x, int64_t ahead) {
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(x) + uintptr_t(ahead);
+  for (int64_t b = 0; b < int64_t(kStep * sizeof(T)); b += 64) __builtin_prefetch(reinterpret_cast<const void*>(begin + uintptr_t(b)), 0, 3);
+}
+
 template <typename T>
 struct Lane;  // the integer whose maximum is the amax, and its way back to float bits
 template <>
@@ -192,7 +200,8 @@ int64_t count_nonfinite_t(const T* x, int64_t ld, int64_t rows, int64_t cols) {
 
 // kStep values with the scales of their two halves. kept: a second place for the codes, or null. stream: `out` past the caches.
 template <int Code, bool Clean, typename T>
-TE_INLINE void encode_step(const T* x, Floats first, Floats second, uint8_t* out, uint8_t* kept, bool stream) {
+TE_INLINE void encode_step(const T* x, int64_t ahead, Floats first, Floats second, uint8_t* out, uint8_t* kept, bool stream) {
+  expect_step(x, ahead);
   const Words a = encode_pair<Code, Clean>(load_pair(x), first, first);
   const Words b = encode_pair<Code, Clean>(load_pair(x + kPair), second, second);
   const Codes codes = pack(a, b, sizeof(T) == 4);
@@ -202,11 +211,11 @@ TE_INLINE void encode_step(const T* x, Floats first, Floats second, uint8_t* out
 
 // n values with one scale.
 template <int Code, bool Clean, typename T>
-TE_INLINE void encode_span(const T* __restrict__ x, int64_t n, float scale, uint8_t* out, uint8_t* kept, bool stream) {
+TE_INLINE void encode_span(const T* x, int64_t ahead, int64_t n, float scale, uint8_t* out, uint8_t* kept, bool stream) {
   int64_t i = 0;
   const Floats s = Floats{} + scale;
   for (; i + kStep <= n; i += kStep) {
-    encode_step<Code, Clean>(x + i, s, s, out + i, kept == nullptr ? nullptr : kept + i, stream);
+    encode_step<Code, Clean>(x + i, ahead, s, s, out + i, kept == nullptr ? nullptr : kept + i, stream);
   }
   for (; i < n; ++i) {
     out[i] = uint8_t(fp8_encode<Code>(to_float(x[i]) * scale));
@@ -217,21 +226,21 @@ TE_INLINE void encode_span(const T* __restrict__ x, int64_t n, float scale, uint
 template <int Code, bool Clean, typename T>
 void encode_rows_t(const T* x, int64_t ld, int64_t rows, int64_t cols, const float* scales, int64_t scale_ld, int64_t group,
                    int64_t ahead, uint8_t* out, int64_t out_ld, uint8_t* kept, int64_t kept_ld, bool stream) {
+  const int64_t bytes = ahead * ld * int64_t(sizeof(T));
   for (int64_t r = 0; r < rows; ++r) {
-    if (ahead > 0) expect_read(x, (r + ahead) * ld * int64_t(sizeof(T)), cols * int64_t(sizeof(T)));
     const T* from = x + r * ld;
     const float* s = scales + r * scale_ld;
     uint8_t *to = out + r * out_ld, *keep = kept == nullptr ? nullptr : kept + r * kept_ld;
     int64_t begin = 0;
     if (2 * group == kStep) {  // two groups a step
       for (; begin + kStep <= cols; begin += kStep, s += 2) {
-        encode_step<Code, Clean>(from + begin, Floats{} + s[0], Floats{} + s[1], to + begin, keep == nullptr ? nullptr : keep + begin,
+        encode_step<Code, Clean>(from + begin, bytes, Floats{} + s[0], Floats{} + s[1], to + begin, keep == nullptr ? nullptr : keep + begin,
                                  stream);
       }
     }
     for (; begin < cols; begin += group, ++s) {
       const int64_t n = cols - begin < group ? cols - begin : group;
-      encode_span<Code, Clean>(from + begin, n, *s, to + begin, keep == nullptr ? nullptr : keep + begin, stream);
+      encode_span<Code, Clean>(from + begin, bytes, n, *s, to + begin, keep == nullptr ? nullptr : keep + begin, stream);
     }
   }
 }
@@ -244,12 +253,12 @@ void encode_both_t(const T* x, int64_t ld, int64_t rows, int64_t cols, const flo
   for (int64_t p = 0; p < cols / kPair; ++p) order_scales(col_scales + p * kPair, x, even + p, odd + p);
   const int places = group == kMxBlock ? 5 : group == kBlock ? 7 : 62;  // c >> places = c / group
   for (int64_t r = 0; r < rows; ++r) {
-    if (ahead > 0) expect_read(x, (r + ahead) * ld * int64_t(sizeof(T)), cols * int64_t(sizeof(T)));
     const T* from = x + r * ld;
     const float* s = scales + r * scale_ld;
     uint8_t *to = out + r * out_ld, *to_cols = out_cols + r * out_cols_ld;
     int64_t i = 0;
     for (int64_t p = 0; i + kStep <= cols; i += kStep, p += 2) {
+      expect_step(from + i, ahead * ld * int64_t(sizeof(T)));
       const Pair a = load_pair(from + i), b = load_pair(from + i + kPair);
       const Floats s_a = Floats{} + s[i >> places], s_b = Floats{} + s[(i + kPair) >> places];
       store_codes(pack(encode_pair<Code, Clean>(a, s_a, s_a), encode_pair<Code, Clean>(b, s_b, s_b), sizeof(T) == 4), to + i, stream);

@@ -13,6 +13,7 @@ from te_plugin.config import ConfigError
 # name -> device -> module. On a machine with a GPU the benchmark of the GPU is taken where there is one.
 BENCHMARKS = {
     "attention": {"cpu": "te_plugin.bench.attention"},
+    "calls": {"cpu": "te_plugin.bench.calls"},
     "quantize": {"cpu": "te_plugin.bench.quantize", "cuda": "te_plugin.bench.quantize_gpu"},
     "gemm": {"cuda": "te_plugin.bench.gemm"},
     "grouped": {"cuda": "te_plugin.bench.grouped"},

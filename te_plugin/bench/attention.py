@@ -2,7 +2,8 @@
 
 Peers: SDPA over the whole pack with a dense block-diagonal mask (made beforehand, not timed), and a loop of SDPA over the
 segments. All take the same packed tensors. The rate counts the visible query-key pairs only, 4 H D operations a pair forward and
-10 more backward, so a kernel that computes masked pairs too is charged for them.
+10 more backward, so a kernel that computes masked pairs too is charged for them. `call us` is the cost of a forward call beside
+its kernel (bench/calls.py): without gradients in the forward rows, with them in the others.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from te_plugin.bench import Options
-from te_plugin.bench.harness import Report, Row, call_cost_us, interleaved, relative_error
+from te_plugin.bench.calls import attention_cost_us
+from te_plugin.bench.harness import Report, Row, interleaved, relative_error
 from te_plugin.oracle.attention import attention_backward, attention_forward
 from te_plugin.torch.attention import attention
 from te_plugin.torch.call import DTYPE_NAME
@@ -127,16 +129,8 @@ def measure(inputs: Inputs, seconds: float) -> list[Row]:
                 error = max(relative_error(got, want) for got, want in zip(gradients, inputs.want_grads, strict=True))
             took = timings[name]
             rate = flops * case.heads * case.dim * case.pairs / took.median / 1e12
-            cost = _call_cost(case.dtype) if name == "cpu" and op == "attention forward" else None
+            mode = "no_grad" if op == "attention forward" else "training"
+            cost = attention_cost_us(case.dtype, mode) if name == "cpu" else None
             rows.append(Row(op, str(case), name, ours=name == "cpu", ms=took.median * 1e3, ms_low=took.low * 1e3,
                             ms_high=took.high * 1e3, rate=rate, unit="TFLOP/s", rel_error=error, cpu_us=cost, turns=took.turns))
     return rows
-
-
-def _call_cost(dtype: torch.dtype) -> float:
-    """Microseconds of one call on 4 rows: planning, checks, dispatch, and a kernel that hardly does anything."""
-    q, k, v = (torch.randn(4, 1, 16).to(dtype) for _ in range(3))
-    cu = torch.tensor([0, 4], dtype=torch.int32)
-    with torch.no_grad():
-        return call_cost_us(lambda: attention(q, k, v, cu_seqlens_q=cu))
-

@@ -13,7 +13,7 @@ import torch
 from te_plugin.ops.attention.problem import AttentionProblem
 from te_plugin.plan import Plan, plan
 from te_plugin.torch import fp8_attention, launches
-from te_plugin.torch.call import check_int32, define, dtype_name, launch, scratch, target_of
+from te_plugin.torch.call import check_int32, define, dtype_name, empty, is_direct, launch, scratch, target_of
 from te_plugin.torch.options import Options
 
 
@@ -46,7 +46,9 @@ def _plan(tokens_q, tokens_kv, segments, heads, kv_heads, head_dim, dtype, devic
 
 def plan_of(q, k, cu_q, key: str) -> Plan:
     """The plan of a call; forward and backward ask with the same key and so get the same object."""
-    return _plan(q.shape[0], k.shape[0], cu_q.shape[0] - 1, q.shape[1], k.shape[1], q.shape[2], dtype_name(q), q.device, key)
+    tokens, heads, dim = q.shape
+    tokens_kv, kv_heads, _ = k.shape
+    return _plan(tokens, tokens_kv, cu_q.shape[0] - 1, heads, kv_heads, dim, dtype_name(q), q.device, key)
 
 
 def _forward(q, k, v, cu_q, cu_k, start_q, start_k, options):
@@ -62,10 +64,10 @@ def run_forward(chosen: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
 
         launches.record(chosen, "forward")
         return framework_attention.FORWARD[chosen.kernel.name](chosen, q, k, v, cu_q, cu_k, start_q, start_k)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
-    launch(chosen, "forward", q, k, v, cu_q, cu_k, start_q, start_k, out, lse, *scratch(chosen, "forward", q.device),
-           *chosen.attributes[:4])
+    shape, device = q.shape, q.device
+    out, lse = empty(shape, q.dtype, device), empty((shape[1], shape[0]), torch.float32, device)
+    buffers = scratch(chosen, "forward", device) if chosen.buffers else ()
+    launch(chosen, "forward", q, k, v, cu_q, cu_k, start_q, start_k, out, lse, *buffers, *chosen.attributes[:4])
     return out, lse
 
 
@@ -86,7 +88,7 @@ def run_backward(chosen: Plan, dout, q, k, v, out, lse, cu_q, cu_k, start_q, sta
 
         launches.record(chosen, "backward")
         return framework_attention.BACKWARD[chosen.kernel.name](chosen, dout, q, k, v, out, lse, cu_q, cu_k, start_q, start_k)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = (empty(x.shape, x.dtype, x.device) for x in (q, k, v))
     launch(chosen, "backward", _innermost_contiguous(dout), q, k, v, out, lse, cu_q, cu_k, start_q, start_k, dq, dk, dv,
            *scratch(chosen, "backward", q.device), *chosen.attributes)
     return dq, dk, dv
@@ -105,19 +107,27 @@ _forward_op = torch.ops.te_plugin.attention_forward.default
 _backward_op = torch.ops.te_plugin.attention_backward.default
 
 
+def _spelled(*values) -> str:
+    return AttentionOptions(*values).key()
+
+
+_key = functools.lru_cache(maxsize=4096, typed=True)(_spelled)  # typed: 1 and True are equal but not spelled alike
+
+
 class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, cu_q, cu_k, start_q, start_k, options: AttentionOptions):
-        key = options.key()
-        out, lse = _forward_op(q, k, v, cu_q, cu_k, start_q, start_k, key)
-        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, start_q, start_k)
-        ctx.key = key
-        return out, lse
+    """direct: without the dispatcher, and with `out` alone as output (each output costs a microsecond)."""
 
     @staticmethod
-    def backward(ctx, dout, _dlse):
-        grads = _backward_op(dout, *ctx.saved_tensors, ctx.key)
-        return (*grads, None, None, None, None, None)
+    def forward(ctx, q, k, v, cu_q, cu_k, start_q, start_k, key: str, direct: bool):
+        out, lse = (_forward if direct else _forward_op)(q, k, v, cu_q, cu_k, start_q, start_k, key)
+        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, start_q, start_k)
+        ctx.key = key
+        return out if direct else (out, lse)
+
+    @staticmethod
+    def backward(ctx, dout, _dlse=None):
+        grads = (_backward if is_direct(dout) else _backward_op)(dout, *ctx.saved_tensors, ctx.key)
+        return (*grads, None, None, None, None, None, None)
 
 
 def _innermost_contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -154,42 +164,47 @@ def attention(
     Returns out[Tq,H,D]; with return_lse also the log-sum-exp [H,Tq] in FP32 (no gradient flows through it).
     Raises ValueError for bad shapes, dtypes or cu_seqlens; PlanError when no kernel can run it.
     """
-    if q.dim() != 3 or k.dim() != 3 or v.shape != k.shape or q.shape[2] != k.shape[2]:
+    q_shape, k_shape, device = q.shape, k.shape, q.device
+    if len(q_shape) != 3 or len(k_shape) != 3 or v.shape != k_shape or q_shape[2] != k_shape[2]:
         raise ValueError(f"attention takes q[Tq,H,D], k[Tk,G,D], v[Tk,G,D]; got q{tuple(q.shape)}, k{tuple(k.shape)}, "
                          f"v{tuple(v.shape)}")
     if not (q.dtype == k.dtype == v.dtype):
         raise ValueError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
-    if not (q.device == k.device == v.device):
+    if not (device == k.device == v.device):
         raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device}, {v.device}")
     cu_q = cu_seqlens_q
     cu_k = cu_q if cu_seqlens_kv is None else cu_seqlens_kv
     start_q = cu_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
     start_k = start_q if cu_seqlens_kv is None and cu_seqlens_kv_padded is None else (
         cu_k if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded)
-    for name, tensor in (("cu_seqlens_q", cu_q), ("cu_seqlens_kv", cu_k), ("cu_seqlens_q_padded", start_q),
-                         ("cu_seqlens_kv_padded", start_k)):
-        check_int32(name, tensor, q.device)
-        if tensor.shape[0] != cu_q.shape[0]:
-            raise ValueError(f"{name} has {tensor.shape[0]} entries, cu_seqlens_q has {cu_q.shape[0]}")
-    if cu_q.shape[0] < 1:
+    check_int32("cu_seqlens_q", cu_q, device)
+    entries = cu_q.shape[0]
+    for name, tensor in (("cu_seqlens_kv", cu_k), ("cu_seqlens_q_padded", start_q), ("cu_seqlens_kv_padded", start_k)):
+        if tensor is cu_q:
+            continue
+        check_int32(name, tensor, device)
+        if tensor.shape[0] != entries:
+            raise ValueError(f"{name} has {tensor.shape[0]} entries, cu_seqlens_q has {entries}")
+    if entries < 1:
         raise ValueError("cu_seqlens_q is empty; it holds N+1 entries, the first is 0")
     if softmax_scale is not None and not softmax_scale > 0:
         raise ValueError(f"softmax_scale={softmax_scale} must be positive; None means 1/sqrt(D)")
     left, right = window if window is not None else (None, None)
     needs_backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    options = AttentionOptions(
-        mask=mask, left=-1 if left is None else left, right=-1 if right is None else right,
-        softmax_scale=0.0 if softmax_scale is None else float(softmax_scale), precision=precision,
-        dq_accumulation=dq_accumulation, deterministic=deterministic,
-        gaps=cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None,
-        needs_backward=needs_backward, kernel=kernel, fallback=fallback)
+    direct = is_direct(q)
+    key = (_key if direct else _spelled)(
+        mask, -1 if left is None else left, -1 if right is None else right,
+        0.0 if softmax_scale is None else float(softmax_scale), precision, dq_accumulation, bool(deterministic),
+        cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None, needs_backward, kernel, fallback)
     q, k, v = _innermost_contiguous(q), _innermost_contiguous(k), _innermost_contiguous(v)
+    if needs_backward and direct and not return_lse:
+        return _Attention.apply(q, k, v, cu_q, cu_k, start_q, start_k, key, True)
     if needs_backward:
         if torch.compiler.is_compiling():
             # A traced autograd function gives a tensor that is passed twice the gradient of one place only.
             k = k.view_as(k) if k is q else k
             v = v.view_as(v) if v is q or v is k else v
-        out, lse = _Attention.apply(q, k, v, cu_q, cu_k, start_q, start_k, options)
+        out, lse = _Attention.apply(q, k, v, cu_q, cu_k, start_q, start_k, key, False)
     else:
-        out, lse = _forward_op(q, k, v, cu_q, cu_k, start_q, start_k, options.key())
+        out, lse = (_forward if direct else _forward_op)(q, k, v, cu_q, cu_k, start_q, start_k, key)
     return (out, lse.detach()) if return_lse else out

@@ -11,16 +11,16 @@ import torch
 from te_plugin import numerics
 from te_plugin.ops.attention.problem import DQ_CODE
 from te_plugin.plan import Plan
-from te_plugin.torch.call import launch, scratch
+from te_plugin.torch.call import empty, launch, scratch
 
 P_SCALE = 256.0  # P lies in [0, 1]; a power of two below E4M3's 448
 FORMAT = numerics.E4M3
 
 
 def _quantize(plan: Plan, x, cu, start):
-    data = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
-    stats = torch.empty(2, dtype=torch.float32, device=x.device)
+    device = x.device
+    data = empty(x.shape, torch.float8_e4m3fn, device)
+    scale_inv, stats = empty((1,), torch.float32, device), empty((2,), torch.float32, device)
     launch(plan, "quantize", x, cu, start, data, scale_inv, stats, FORMAT.code, 0, 0)
     return data, scale_inv
 
@@ -33,8 +33,7 @@ def _operands(plan: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
 def forward(plan: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
     """out[Tq,H,D] in q's dtype, lse[H,Tq] of the quantised operands."""
     data, scales = _operands(plan, q, k, v, cu_q, cu_k, start_q, start_k)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+    out, lse = empty(q.shape, q.dtype, q.device), empty((q.shape[1], q.shape[0]), torch.float32, q.device)
     launch(plan, "forward", *data, *scales, cu_q, cu_k, start_q, start_k, out, lse, *plan.attributes[:4], FORMAT.code, P_SCALE)
     return out, lse
 
@@ -43,7 +42,7 @@ def backward(plan: Plan, dout, q, k, v, out, lse, cu_q, cu_k, start_q, start_k):
     """dq, dk, dv in the inputs' dtype. Operands are quantised again: keeping them would cost more memory than time."""
     data, scales = _operands(plan, q, k, v, cu_q, cu_k, start_q, start_k)
     dout8, dout_scale = _quantize(plan, dout, cu_q, start_q)
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    grads = [empty(x.shape, x.dtype, x.device) for x in (q, k, v)]
     launch(plan, "backward", dout8, *data, dout_scale, *scales, out, lse, cu_q, cu_k, start_q, start_k, *grads,
            *scratch(plan, "backward", q.device), *plan.attributes[:4], DQ_CODE[plan.problem.dq_accumulation], FORMAT.code,
            FORMAT.code, P_SCALE, 0)

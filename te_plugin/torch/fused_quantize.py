@@ -15,10 +15,11 @@ from te_plugin.ops.activation_quantize.problem import ActivationQuantizeProblem
 from te_plugin.ops.norm_quantize.problem import NormQuantizeProblem
 from te_plugin.plan import Plan, plan
 from te_plugin.torch import launches
-from te_plugin.torch.call import define, dtype_name, launch, target_of
+from te_plugin.torch.call import define, dtype_name, empty, launch, target_of
 from te_plugin.torch.options import Options
+from te_plugin.torch.options import options as options_of
 from te_plugin.torch.pointwise import PointwiseOptions, norm_forward_impl, swiglu_backward_impl, swiglu_forward_impl
-from te_plugin.torch.quantize import QuantizedTensor, QuantizeOptions, outputs_of, quantize_impl
+from te_plugin.torch.quantize import QuantizedTensor, QuantizeOptions, as_op, as_tensor, outputs_of, quantize_impl
 
 ALIGNMENT = 16  # bytes: rows of the fused kernels' inputs start there
 
@@ -38,11 +39,11 @@ class FusedOptions(Options):
 
     @property
     def cast(self) -> QuantizeOptions:
-        return QuantizeOptions(self.format, self.granularity, self.pow2_scale, self.transpose, self.delayed)
+        return options_of(QuantizeOptions, self.format, self.granularity, self.pow2_scale, self.transpose, self.delayed)
 
     @property
     def op(self) -> PointwiseOptions:
-        return PointwiseOptions(eps=self.eps, fallback=self.fallback)
+        return options_of(PointwiseOptions, self.eps, False, "auto", self.fallback)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -66,12 +67,6 @@ def _fused(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
-def _turned(outputs, o: FusedOptions):
-    """(data, scale_inv, data_t or None, scale_inv_t or None, stats): the transposed copy only where it was asked for."""
-    data, scale_inv, data_t, scale_inv_t, stats = outputs
-    return (data, scale_inv, data_t, scale_inv_t, stats) if o.transpose else (data, scale_inv, None, None, stats)
-
-
 def _norm_quantize(x, weight, scale, options: str):
     o = FusedOptions.from_key(options)
     chosen = _norm_plan(x.shape[0], x.shape[1], dtype_name(x), x.device, options)
@@ -80,8 +75,8 @@ def _norm_quantize(x, weight, scale, options: str):
         y, rstd = norm_forward_impl(x, weight, o.op.key())
         return (*quantize_impl(y, scale, o.cast.key()), rstd)
     outputs = outputs_of(x.shape[0], x.shape[1], x.device, o.cast)
-    rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    launch(chosen, "forward", _fused(x), None, _fused(weight), None, rstd, scale, *_turned(outputs, o), o.eps, *chosen.attributes)
+    rstd = empty((x.shape[0],), torch.float32, x.device)
+    launch(chosen, "forward", _fused(x), None, _fused(weight), None, rstd, scale, *outputs, o.eps, *chosen.attributes)
     return (*outputs, rstd)
 
 
@@ -93,7 +88,7 @@ def _swiglu_quantize(x, scale, options: str):
         launches.record(chosen, "forward")
         return quantize_impl(swiglu_forward_impl(x, o.op.key()), scale, o.cast.key())
     outputs = outputs_of(rows, columns, x.device, o.cast)
-    launch(chosen, "forward", _fused(x), scale, *_turned(outputs, o), *chosen.attributes)
+    launch(chosen, "forward", _fused(x), scale, *outputs, *chosen.attributes)
     return outputs
 
 
@@ -105,39 +100,39 @@ def _dswiglu_quantize(dy, x, scale, options: str):
         launches.record(chosen, "backward")
         return quantize_impl(swiglu_backward_impl(dy, x, o.op.key()), scale, o.cast.key())
     outputs = outputs_of(rows, width, x.device, o.cast)
-    launch(chosen, "backward", _fused(dy), _fused(x), scale, *_turned(outputs, o), *chosen.attributes)
+    launch(chosen, "backward", _fused(dy), _fused(x), scale, *outputs, *chosen.attributes)
     return outputs
 
 
+def _norm_op(x, weight, scale, options: str):
+    *made, rstd = _norm_quantize(x, weight, scale, options)
+    return *as_op(made), rstd
+
+
 def _fake(rows, columns, x, options: str):
-    return outputs_of(rows, columns, x.device, FusedOptions.from_key(options).cast)
+    return as_op(outputs_of(rows, columns, x.device, FusedOptions.from_key(options).cast))
 
 
 _FIVE = "Tensor, Tensor, Tensor, Tensor, Tensor"
-define(f"norm_quantize(Tensor x, Tensor weight, Tensor? scale, str options) -> ({_FIVE}, Tensor)", _norm_quantize,
+define(f"norm_quantize(Tensor x, Tensor weight, Tensor? scale, str options) -> ({_FIVE}, Tensor)", _norm_op,
        lambda x, weight, scale, options: (*_fake(x.shape[0], x.shape[1], x, options),
                                           x.new_empty(x.shape[0], dtype=torch.float32)))
-define(f"swiglu_quantize(Tensor x, Tensor? scale, str options) -> ({_FIVE})", _swiglu_quantize,
+define(f"swiglu_quantize(Tensor x, Tensor? scale, str options) -> ({_FIVE})",
+       lambda x, scale, options: as_op(_swiglu_quantize(x, scale, options)),
        lambda x, scale, options: _fake(x.shape[0], x.shape[1] // 2, x, options))
-define(f"dswiglu_quantize(Tensor dy, Tensor x, Tensor? scale, str options) -> ({_FIVE})", _dswiglu_quantize,
+define(f"dswiglu_quantize(Tensor dy, Tensor x, Tensor? scale, str options) -> ({_FIVE})",
+       lambda dy, x, scale, options: as_op(_dswiglu_quantize(dy, x, scale, options)),
        lambda dy, x, scale, options: _fake(x.shape[0], x.shape[1], x, options))
-
-
-@functools.lru_cache(maxsize=1024)
-def _cached_key(o: FusedOptions) -> str:
-    return o.key()
 
 
 def fused_options(cast: QuantizeOptions, eps: float = 1e-5, kernel: str = "auto", fallback: str = "error") -> FusedOptions:
     """The options of a fused cast from those of the cast alone."""
-    return FusedOptions(cast.format, cast.granularity, cast.pow2_scale, cast.transpose, cast.delayed, eps, kernel, fallback)
+    return options_of(FusedOptions, cast.format, cast.granularity, cast.pow2_scale, cast.transpose, cast.delayed, eps, kernel,
+                      fallback)
 
 
 def _result(made, o: FusedOptions) -> QuantizedTensor:
-    data, scale_inv, data_t, scale_inv_t, stats = made
-    if not o.transpose:
-        data_t = scale_inv_t = None
-    return QuantizedTensor(data, scale_inv, o.granularity, o.format, stats, data_t, scale_inv_t)
+    return as_tensor(made, o.granularity, o.format, o.transpose)
 
 
 def norm_quantize(x: torch.Tensor, weight: torch.Tensor, o: FusedOptions,
@@ -146,7 +141,7 @@ def norm_quantize(x: torch.Tensor, weight: torch.Tensor, o: FusedOptions,
     if torch.compiler.is_compiling():
         *made, rstd = torch.ops.te_plugin.norm_quantize(x, weight, scale, o.key())
     else:
-        *made, rstd = _norm_quantize(x, weight, scale, _cached_key(o))
+        *made, rstd = _norm_quantize(x, weight, scale, o.key())
     return _result(made, o), rstd
 
 
@@ -154,11 +149,11 @@ def swiglu_quantize(x: torch.Tensor, o: FusedOptions, scale: torch.Tensor | None
     """silu(gate) * up of x[R,2C] = [gate | up], [R,C] in FP8."""
     if torch.compiler.is_compiling():
         return _result(torch.ops.te_plugin.swiglu_quantize(x, scale, o.key()), o)
-    return _result(_swiglu_quantize(x, scale, _cached_key(o)), o)
+    return _result(_swiglu_quantize(x, scale, o.key()), o)
 
 
 def dswiglu_quantize(dy: torch.Tensor, x: torch.Tensor, o: FusedOptions, scale: torch.Tensor | None = None) -> QuantizedTensor:
     """The gradient of SwiGLU for x[R,2C] from dy[R,C], [R,2C] in FP8."""
     if torch.compiler.is_compiling():
         return _result(torch.ops.te_plugin.dswiglu_quantize(dy, x, scale, o.key()), o)
-    return _result(_dswiglu_quantize(dy, x, scale, _cached_key(o)), o)
+    return _result(_dswiglu_quantize(dy, x, scale, o.key()), o)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,7 +12,7 @@ from te_plugin import ffi
 from te_plugin.ops.gemm.problem import GemmProblem
 from te_plugin.plan import Plan, plan, remember
 from te_plugin.torch import launches
-from te_plugin.torch.call import DTYPE_NAME, define, dtype_name, target_of
+from te_plugin.torch.call import DTYPE_NAME, define, dtype_name, empty, target_of
 from te_plugin.torch.options import Options
 from te_plugin.torch.quantize import QuantizedTensor, dequantize
 
@@ -28,8 +29,7 @@ class GemmOptions(Options):
     fallback: str = "error"
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """One side of a scaled GEMM: data[R,K] in FP8 and its scale_inv."""
 
     data: torch.Tensor
@@ -62,7 +62,7 @@ def run_scaled(chosen: Plan, a, scale_a, b, scale_b, options: str, out_dtype: to
     if chosen.kernel.library is None:
         return SCALED[chosen.kernel.name](GemmOptions.from_key(options), a, scale_a, b, scale_b, out_dtype, out)
     if out is None:
-        out = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+        out = empty((a.shape[0], b.shape[0]), out_dtype, a.device)
     ffi.function(chosen.kernel.library, chosen.kernel.entry_points["gemm"])(a, b, scale_a, scale_b, out, *chosen.attributes)
     return out
 

@@ -16,6 +16,7 @@ import torch
 
 from te_plugin import numerics
 from te_plugin.ops.linear_checks import check_features
+from te_plugin.torch.call import apply
 from te_plugin.torch.grouped_gemm import GroupedGemmOptions
 from te_plugin.torch.linear import _main_grad_done
 from te_plugin.torch.quantize import quantize_2d, quantize_experts
@@ -158,7 +159,7 @@ def grouped_linear(
         raise ValueError("accumulate_main_grad=True needs weight.main_grad, an FP32 tensor of the weight's shape")
     options = GroupedOptions(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback)
     if numerics.scaling(precision) is None:  # a layer evaluated in BF16 leaves its FP8 state alone
-        return _PlainGroupedLinear.apply(x.contiguous(), weight, group_sizes, options)
+        return apply(_PlainGroupedLinear, (x.contiguous(), weight, group_sizes), options)
     if state is not None and state.precision != precision:
         raise ValueError(f"state belongs to precision {state.precision!r}, the call asks for {precision!r}")
     rows = x.shape[0]
@@ -166,7 +167,7 @@ def grouped_linear(
     if padding:
         # wgrad contracts over the rows, and tensor cores take them in multiples; these are surplus rows like any others.
         x = torch.nn.functional.pad(x, (0, 0, 0, padding))
-    return _Fp8GroupedLinear.apply(x, weight, group_sizes, state, options)[:rows]
+    return apply(_Fp8GroupedLinear, (x, weight, group_sizes), state, options)[:rows]
 
 
 def align_groups(counts: torch.Tensor, multiple: int) -> torch.Tensor:

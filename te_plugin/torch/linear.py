@@ -12,7 +12,9 @@ import torch
 
 from te_plugin import numerics
 from te_plugin.ops.linear_checks import check_features
+from te_plugin.torch.call import apply
 from te_plugin.torch.gemm import Operand, plain_gemm, scaled_gemm
+from te_plugin.torch.options import options as options_of
 from te_plugin.torch.quantize import QuantizedTensor, quantize_2d
 from te_plugin.torch.state import LinearState, operand_options
 
@@ -31,6 +33,13 @@ class LinearOptions:
     accumulate_main_grad: bool = False
     kernel: str = "auto"
     fallback: str = "error"
+
+
+def linear_options(precision: str, pow2_scale: bool, keep_transpose: bool, accumulate_main_grad: bool, kernel: str,
+                   fallback: str) -> LinearOptions:
+    """The same object for the same arguments."""
+    return options_of(LinearOptions, precision, bool(pow2_scale), bool(keep_transpose), bool(accumulate_main_grad), kernel,
+                      fallback)
 
 
 class _PlainLinear(torch.autograd.Function):
@@ -158,16 +167,16 @@ def linear(
     """
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x has {x.shape[-1]} features, weight[N,K] has K={weight.shape[-1]}")
-    options = LinearOptions(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback)
+    options = linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback)
     check_call(weight, state, options)
     flat = masked_rows(x, row_mask)
     if numerics.scaling(precision) is None:
-        y = _PlainLinear.apply(flat, weight, options)
+        y = apply(_PlainLinear, (flat, weight), options)
     else:
-        y = cut_rows(_Fp8Linear.apply(padded_rows(flat, precision), weight, state, options), flat)
+        y = cut_rows(apply(_Fp8Linear, (padded_rows(flat, precision), weight), state, options), flat)
     if bias is not None:
         y = y + bias
-    return y.view(*x.shape[:-1], weight.shape[0])
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
 def check_call(weight: torch.Tensor, state: LinearState | None, o: LinearOptions) -> None:
@@ -188,7 +197,7 @@ def check_call(weight: torch.Tensor, state: LinearState | None, o: LinearOptions
 
 def masked_rows(x: torch.Tensor, row_mask: torch.Tensor | None) -> torch.Tensor:
     """x[...,C] as rows [R,C], those that row_mask[...] calls False replaced by zeros."""
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if row_mask is None else torch.where(row_mask.reshape(-1, 1), flat, 0)
 
 

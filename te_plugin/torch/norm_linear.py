@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from te_plugin import numerics
+from te_plugin.torch.call import apply
 from te_plugin.torch.fused_quantize import FusedOptions, dswiglu_quantize, fused_options, norm_quantize, swiglu_quantize
 from te_plugin.torch.gemm import Operand, scaled_gemm
 from te_plugin.torch.linear import (
@@ -23,9 +24,11 @@ from te_plugin.torch.linear import (
     cut_rows,
     fp8_gradients,
     linear,
+    linear_options,
     masked_rows,
     padded_rows,
 )
+from te_plugin.torch.options import options as options_of
 from te_plugin.torch.pointwise import PointwiseOptions, rms_norm, swiglu
 from te_plugin.torch.quantize import QuantizedTensor
 from te_plugin.torch.state import LinearState, operand_options
@@ -45,7 +48,7 @@ class NormLinearOptions:
     reduce_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def pointwise(self) -> PointwiseOptions:
-        return PointwiseOptions(eps=self.eps, fallback=self.linear.fallback)
+        return options_of(PointwiseOptions, self.eps, False, "auto", self.linear.fallback)
 
 
 def _cast_options(operand: str, transpose: bool, state: LinearState | None,
@@ -231,7 +234,7 @@ def layer_norm_linear(
     these are. reduce_gradient: see NormLinearOptions; it must be a module-level function or otherwise hashable.
     """
     _check(x, norm_weight, weight)
-    options = NormLinearOptions(LinearOptions(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback),
+    options = NormLinearOptions(linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback),
                                 float(eps), torch.is_grad_enabled(), reduce_gradient)
     if numerics.scaling(precision) is None:
         y = _linear(_normed(x, norm_weight, options), weight, state, row_mask, options.linear)
@@ -239,7 +242,7 @@ def layer_norm_linear(
         check_call(weight, state, options.linear)
         # Rows of zeros stay zeros under RMSNorm: masking before it is masking after it, and NaN there is never read.
         rows = masked_rows(x, row_mask).contiguous()
-        y = cut_rows(_Fp8NormLinear.apply(rows, norm_weight, weight, state, options), rows)
+        y = cut_rows(apply(_Fp8NormLinear, (rows, norm_weight, weight), state, options), rows)
         y = y.view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias
 
@@ -270,7 +273,7 @@ def gated_mlp(
     _check(x, norm_weight, fc1_weight)
     if fc1_weight.shape[0] != 2 * fc2_weight.shape[1]:
         raise ValueError(f"fc1_weight[2F,K] has {fc1_weight.shape[0]} rows, fc2_weight[K,F] has F={fc2_weight.shape[1]}")
-    options = NormLinearOptions(LinearOptions(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback),
+    options = NormLinearOptions(linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback),
                                 float(eps), torch.is_grad_enabled(), reduce_gradient)
     if numerics.scaling(precision) is None:
         h = _linear(_normed(x, norm_weight, options), fc1_weight, states[0], row_mask, options.linear)
@@ -278,5 +281,5 @@ def gated_mlp(
     for weight, state in zip((fc1_weight, fc2_weight), states, strict=True):
         check_call(weight, state, options.linear)
     rows = masked_rows(x, row_mask).contiguous()
-    y = _Fp8MLP.apply(rows, norm_weight, fc1_weight, fc2_weight, *states, options)
+    y = apply(_Fp8MLP, (rows, norm_weight, fc1_weight, fc2_weight), *states, options)
     return cut_rows(y, rows).view(*x.shape[:-1], fc2_weight.shape[0])

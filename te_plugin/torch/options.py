@@ -10,6 +10,8 @@ import dataclasses
 import functools
 from typing import TypeVar
 
+import torch
+
 T = TypeVar("T", bound="Options")
 
 
@@ -18,11 +20,29 @@ class Options:
     """Base of the static arguments. Fields are str, int, float or bool (`str` fields hold no semicolon)."""
 
     def key(self) -> str:
+        if torch.compiler.is_compiling():
+            return self._spelled()
+        key = self.__dict__.get("_key")
+        if key is None:
+            key = self.__dict__["_key"] = self._spelled()  # spelled once an object; `options` gives the same object again
+        return key
+
+    def _spelled(self) -> str:
         return ";".join([f"{getattr(self, name)!r}" for name in self.__dataclass_fields__])
 
     @classmethod
     def from_key(cls: type[T], key: str) -> T:
         return _decode(cls, key)
+
+
+def options(cls: type[T], *values) -> T:  # noqa: UP047 (the base class below uses T as well)
+    """cls(*values), the same object for the same values: making a frozen dataclass costs more than looking it up."""
+    return cls(*values) if torch.compiler.is_compiling() else _made(cls, *values)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)  # typed: 1 and True are equal but not spelled alike
+def _made(cls, *values):
+    return cls(*values)
 
 
 @functools.lru_cache(maxsize=4096)

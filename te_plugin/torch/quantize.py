@@ -11,8 +11,9 @@ import torch
 from te_plugin import numerics
 from te_plugin.ops.quantize.problem import LARGE_EXPERT, QuantizeProblem, scale_shape
 from te_plugin.plan import Plan, plan
-from te_plugin.torch.call import TORCH_DTYPE, define, dtype_name, launch, target_of
+from te_plugin.torch.call import TORCH_DTYPE, define, dtype_name, empty, launch, target_of
 from te_plugin.torch.options import Options
+from te_plugin.torch.options import options as options_of
 
 
 @dataclass(frozen=True)
@@ -70,74 +71,104 @@ def _plan(rows, columns, dtype, device, key) -> Plan:
     return plan(problem, target_of(device), o.kernel, o.fallback)
 
 
+def _specs(rows: int, columns: int, o: QuantizeOptions):
+    """Shape and dtype of data, scale_inv, data_t, scale_inv_t, stats of a quantised [rows, columns]; None: not asked for."""
+    fp8, scale = TORCH_DTYPE[o.format], torch.uint8 if o.granularity == "mx" else torch.float32
+    made = ((rows, columns), fp8), (scale_shape(rows, columns, o.granularity), scale)
+    turned = (((columns, rows), fp8), (scale_shape(columns, rows, o.granularity), scale)) if o.transpose else (None, None)
+    return *made, *turned, ((2,), torch.float32)
+
+
+def _allocated(specs, device):
+    return [spec and torch.empty(*spec[0], dtype=spec[1], device=device) for spec in specs]  # as `empty` does
+
+
 def outputs_of(rows: int, columns: int, device, o: QuantizeOptions):
-    """Room for data, scale_inv, data_t, scale_inv_t, stats of a quantised [rows, columns]; empty copies unless asked for."""
-    fp8 = TORCH_DTYPE[o.format]
-    scale_dtype = torch.uint8 if o.granularity == "mx" else torch.float32
-    empty = functools.partial(torch.empty, device=device)
-    data = empty((rows, columns), dtype=fp8)
-    scale_inv = empty(scale_shape(rows, columns, o.granularity), dtype=scale_dtype)
-    stats = empty((2,), dtype=torch.float32)
-    if o.transpose:
-        return (data, scale_inv, empty((columns, rows), dtype=fp8),
-                empty(scale_shape(columns, rows, o.granularity), dtype=scale_dtype), stats)
-    return data, scale_inv, empty((0,), dtype=fp8), empty((0,), dtype=scale_dtype), stats
+    """Room for data, scale_inv, data_t, scale_inv_t, stats of a quantised [rows, columns]; None for copies not asked for."""
+    return _allocated(_specs(rows, columns, o), device)
+
+
+def as_op(outputs):
+    """Such outputs as an op returns them: empty tensors in place of None, which no schema of five tensors holds."""
+    data, scale_inv, data_t, scale_inv_t, stats = outputs
+    if data_t is None:
+        data_t, scale_inv_t = data.new_empty(0), scale_inv.new_empty(0)
+    return data, scale_inv, data_t, scale_inv_t, stats
+
+
+def _stage(o: QuantizeOptions) -> str:
+    if o.delayed:
+        return "given_transpose" if o.transpose else "given"
+    return "transpose" if o.transpose else "plain"
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepared(rows, columns, dtype, device, key):
+    """What a call needs besides its tensors: the plan, its stage, the outputs."""
+    o = QuantizeOptions.from_key(key)
+    return _plan(rows, columns, dtype, device, key), _stage(o), _specs(rows, columns, o)
 
 
 def quantize_impl(x, scale, options: str):
-    """x[R,C] (rows may be strided) -> data, scale_inv, data_t, scale_inv_t, stats; empty transposed copies unless asked for."""
-    o = QuantizeOptions.from_key(options)
-    if (x.stride(-1) != 1 and x.shape[-1] != 1) or (x.shape[0] > 1 and x.stride(0) < x.shape[1]):
+    """x[R,C] (rows may be strided) -> data, scale_inv, data_t, scale_inv_t, stats; None for transposed copies not asked for."""
+    rows, columns = x.shape
+    row, column = x.stride()
+    if (column != 1 and columns != 1) or (row < columns and rows > 1):
         x = x.contiguous()  # columns apart, or rows that share memory (the gradient of a sum over rows)
-    chosen = _plan(x.shape[0], x.shape[1], dtype_name(x), x.device, options)
-    outputs = outputs_of(x.shape[0], x.shape[1], x.device, o)
-    _fill(chosen, o, x, scale, outputs)
+    device = x.device
+    chosen, stage, specs = _prepared(rows, columns, dtype_name(x), device, options)
+    outputs = _allocated(specs, device)
+    _fill(chosen, stage, x, scale, outputs)
     return outputs
 
 
-def _fill(chosen: Plan, o: QuantizeOptions, x, scale, outputs) -> None:
+def _fill(chosen: Plan, stage: str, x, scale, outputs) -> None:
     data, scale_inv, data_t, scale_inv_t, stats = outputs
-    if o.delayed and o.transpose:
-        launch(chosen, "given_transpose", x, scale, data, data_t, scale_inv, stats, *chosen.attributes)
+    if stage == "given_transpose":
+        launch(chosen, stage, x, scale, data, data_t, scale_inv, stats, *chosen.attributes)
         scale_inv_t.copy_(scale_inv)
-    elif o.delayed:
-        launch(chosen, "given", x, scale, data, scale_inv, stats, *chosen.attributes)
-    elif o.transpose:
-        launch(chosen, "transpose", x, data, scale_inv, data_t, scale_inv_t, stats, *chosen.attributes)
+    elif stage == "given":
+        launch(chosen, stage, x, scale, data, scale_inv, stats, *chosen.attributes)
+    elif stage == "transpose":
+        launch(chosen, stage, x, data, scale_inv, data_t, scale_inv_t, stats, *chosen.attributes)
     else:
-        launch(chosen, "plain", x, data, scale_inv, stats, *chosen.attributes)
+        launch(chosen, stage, x, data, scale_inv, stats, *chosen.attributes)
 
 
-define("quantize(Tensor x, Tensor? scale, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", quantize_impl,
-       lambda x, scale, options: outputs_of(x.shape[0], x.shape[1], x.device, QuantizeOptions.from_key(options)))
+def _fake(x, options: str):
+    return as_op(outputs_of(x.shape[0], x.shape[1], x.device, QuantizeOptions.from_key(options)))
+
+
+define("quantize(Tensor x, Tensor? scale, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+       lambda x, scale, options: as_op(quantize_impl(x, scale, options)), lambda x, scale, options: _fake(x, options))
 _quantize_op = torch.ops.te_plugin.quantize.default
 
 
-def quantize_used_impl(x, used, options: str):
+def _quantize_used(x, used, options: str):
     """As quantize_impl, with scales of this tensor, where only the first used[1] (int64) rows of x count and the others are 0."""
-    o = QuantizeOptions.from_key(options)
     x = x.contiguous()
-    chosen = _plan(x.shape[0], x.shape[1], dtype_name(x), x.device, options)
+    chosen, stage, specs = _prepared(x.shape[0], x.shape[1], dtype_name(x), x.device, options)
     if "used" not in chosen.kernel.entry_points:
         inside = torch.arange(x.shape[0], device=x.device) < used
         return quantize_impl(torch.where(inside[:, None], x, 0), None, options)
-    outputs = outputs_of(x.shape[0], x.shape[1], x.device, o)
+    outputs = _allocated(specs, x.device)
     data, scale_inv, data_t, scale_inv_t, stats = outputs
-    if o.transpose:
+    if stage == "transpose":
         launch(chosen, "used_transpose", x, used, data, scale_inv, data_t, scale_inv_t, stats, *chosen.attributes)
     else:
         launch(chosen, "used", x, used, data, scale_inv, stats, *chosen.attributes)
     return outputs
 
 
-define("quantize_used(Tensor x, Tensor used, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", quantize_used_impl,
-       lambda x, used, options: outputs_of(x.shape[0], x.shape[1], x.device, QuantizeOptions.from_key(options)))
+define("quantize_used(Tensor x, Tensor used, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+       lambda x, used, options: as_op(_quantize_used(x, used, options)), lambda x, used, options: _fake(x, options))
+_quantize_used_op = torch.ops.te_plugin.quantize_used.default
 
 
 def _dequantize_impl(data, scale_inv, options: str, dtype: torch.dtype):
     o = QuantizeOptions.from_key(options)
     chosen = _plan(data.shape[0], data.shape[1], "fp32", data.device, options)
-    y = torch.empty(data.shape, dtype=dtype, device=data.device)
+    y = empty(data.shape, dtype, data.device)
     launch(chosen, "dequantize", data, scale_inv, y, numerics.GRANULARITY_CODE[o.granularity], numerics.FORMATS[o.format].code)
     return y
 
@@ -149,7 +180,7 @@ _dequantize_op = torch.ops.te_plugin.dequantize.default
 
 def dequantize(data, scale_inv, granularity: str, format: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """data[R,C] * scale_inv in FP32, rounded once to `dtype` (FP32 or BF16)."""
-    key = QuantizeOptions(format=format, granularity=granularity).key()
+    key = options_of(QuantizeOptions, format, granularity).key()
     if torch.compiler.is_compiling():
         return _dequantize_op(data, scale_inv, key, dtype)
     return _dequantize_impl(data, scale_inv, key, dtype)
@@ -161,39 +192,41 @@ def quantize_2d(x: torch.Tensor, options: QuantizeOptions, scale: torch.Tensor |
 
     used: int64[1] on x's device; rows from there on count as 0, whatever they hold. scale and used do not go together.
     """
-    if used is not None:
-        quantise = torch.ops.te_plugin.quantize_used if torch.compiler.is_compiling() else quantize_used_impl
-        key = options.key() if torch.compiler.is_compiling() else _cached_key(options)
-        data, scale_inv, data_t, scale_inv_t, stats = quantise(x, used, key)
-    elif torch.compiler.is_compiling():
-        data, scale_inv, data_t, scale_inv_t, stats = _quantize_op(x, scale, options.key())
+    key = options.key()
+    if torch.compiler.is_compiling():
+        outputs = _quantize_op(x, scale, key) if used is None else _quantize_used_op(x, used, key)
     else:
-        data, scale_inv, data_t, scale_inv_t, stats = quantize_impl(x, scale, _cached_key(options))
-    if not options.transpose:
+        outputs = quantize_impl(x, scale, key) if used is None else _quantize_used(x, used, key)
+    return as_tensor(outputs, options.granularity, options.format, options.transpose)
+
+
+def as_tensor(outputs, granularity: str, format: str, transpose: bool) -> QuantizedTensor:
+    """The five outputs of a quantisation; without transposed copies None stands for them, also where an op gave empty ones."""
+    data, scale_inv, data_t, scale_inv_t, stats = outputs
+    if not transpose:
         data_t = scale_inv_t = None
-    return QuantizedTensor(data, scale_inv, options.granularity, options.format, stats, data_t, scale_inv_t)
+    return QuantizedTensor(data, scale_inv, granularity, format, stats, data_t, scale_inv_t)
 
 
 def _expert_outputs(weight, o: QuantizeOptions):
     experts, n, k = weight.shape
     fp8, scale_dtype = TORCH_DTYPE[o.format], torch.uint8 if o.granularity == "mx" else torch.float32
     shape = lambda r, c: (experts,) if o.granularity == "tensor" else (experts, *scale_shape(r, c, o.granularity))  # noqa: E731
-    empty = functools.partial(torch.empty, device=weight.device)
-    turned = ((experts, k, n), shape(k, n)) if o.transpose else ((0,), (0,))
-    return (empty((experts, n, k), dtype=fp8), empty(shape(n, k), dtype=scale_dtype), empty(turned[0], dtype=fp8),
-            empty(turned[1], dtype=scale_dtype), empty((2,), dtype=torch.float32))
+    made = ((experts, n, k), fp8), (shape(n, k), scale_dtype)
+    turned = (((experts, k, n), fp8), (shape(k, n), scale_dtype)) if o.transpose else (None, None)
+    return _allocated((*made, *turned, ((2,), torch.float32)), weight.device)
 
 
 def _experts_one_by_one(weight, o: QuantizeOptions, key: str):
     """Every expert is read once and both its copies written: best where one of them fills the GPU."""
     experts, n, k = weight.shape
-    chosen = _plan(n, k, dtype_name(weight), weight.device, key)
+    chosen, stage, _ = _prepared(n, k, dtype_name(weight), weight.device, key)
     data, scale_inv, data_t, scale_inv_t, _ = _expert_outputs(weight, o)
-    stats = torch.empty((experts, 2), dtype=torch.float32, device=weight.device)
+    stats = empty((experts, 2), torch.float32, weight.device)
     of = lambda scales, e: scales[e:e + 1] if o.granularity == "tensor" else scales[e]  # noqa: E731
     for e in range(experts):
-        turned = (data_t[e], of(scale_inv_t, e)) if o.transpose else (data_t, scale_inv_t)
-        _fill(chosen, o, weight[e], None, (data[e], of(scale_inv, e), *turned, stats[e]))
+        turned = (data_t[e], of(scale_inv_t, e)) if o.transpose else (None, None)
+        _fill(chosen, stage, weight[e], None, (data[e], of(scale_inv, e), *turned, stats[e]))
     return data, scale_inv, data_t, scale_inv_t, torch.stack([stats[:, 0].amax(), stats[:, 1].sum()])
 
 
@@ -201,7 +234,7 @@ def _experts_at_once(weight, o: QuantizeOptions):
     """One launch a copy whatever the number of experts: their rows as one matrix [E*N,K], or (tensor) each of them as a row."""
     experts, n, k = weight.shape
     plain = dataclasses.replace(o, transpose=False)
-    cast = lambda x, options: quantize_impl(x, None, _cached_key(options))  # noqa: E731
+    cast = lambda x, options: quantize_impl(x, None, options.key())  # noqa: E731
     if o.granularity == "tensor":
         data, scale, data_t, scale_t, stats = cast(weight.view(experts, n * k), dataclasses.replace(plain, granularity="row"))
     else:
@@ -218,7 +251,7 @@ def _experts_at_once(weight, o: QuantizeOptions):
     return data, scale, data_t.view(experts, k, n), scale_t.view(experts, k, *scale_t.shape[1:]), stats
 
 
-def quantize_experts_impl(weight, options: str):
+def _quantize_experts(weight, options: str):
     o, weight = QuantizeOptions.from_key(options), weight.contiguous()
     spans_experts = o.granularity == "block_128x128" and weight.shape[1] % numerics.BLOCK
     if spans_experts or weight.shape[1] * weight.shape[2] >= LARGE_EXPERT:
@@ -226,8 +259,9 @@ def quantize_experts_impl(weight, options: str):
     return _experts_at_once(weight, o)
 
 
-define("quantize_experts(Tensor weight, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", quantize_experts_impl,
-       lambda weight, options: _expert_outputs(weight, QuantizeOptions.from_key(options)))
+define("quantize_experts(Tensor weight, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+       lambda weight, options: as_op(_quantize_experts(weight, options)),
+       lambda weight, options: as_op(_expert_outputs(weight, QuantizeOptions.from_key(options))))
 
 
 def quantize_experts(weight: torch.Tensor, options: QuantizeOptions) -> QuantizedTensor:
@@ -237,17 +271,8 @@ def quantize_experts(weight: torch.Tensor, options: QuantizeOptions) -> Quantize
     or [E,N,ceil(K/32)] (mx); data_t[E,K,N] and scale_inv_t likewise, for the transposed weights. stats[2] are those of all
     experts. Large experts are read one after the other, small ones all in one launch a copy.
     """
-    quantise = torch.ops.te_plugin.quantize_experts if torch.compiler.is_compiling() else quantize_experts_impl
-    key = options.key() if torch.compiler.is_compiling() else _cached_key(options)
-    data, scale_inv, data_t, scale_inv_t, stats = quantise(weight, key)
-    if not options.transpose:
-        data_t = scale_inv_t = None
-    return QuantizedTensor(data, scale_inv, options.granularity, options.format, stats, data_t, scale_inv_t)
-
-
-@functools.lru_cache(maxsize=1024)
-def _cached_key(options: QuantizeOptions) -> str:
-    return options.key()
+    quantise = torch.ops.te_plugin.quantize_experts if torch.compiler.is_compiling() else _quantize_experts
+    return as_tensor(quantise(weight, options.key()), options.granularity, options.format, options.transpose)
 
 
 def quantize(
@@ -275,9 +300,10 @@ def quantize(
             raise ValueError(f"amax is a per-tensor statistic; granularity is {granularity!r}")
         scale = scale_from_amax(torch.as_tensor(amax, dtype=torch.float32, device=x.device).reshape(1),
                                 numerics.FORMATS[dtype], pow2_scale)
-    options = QuantizeOptions(dtype, granularity, pow2_scale if amax is None else False, transpose, amax is not None, kernel,
-                              fallback)
-    QuantizeProblem(1, 1, "fp32", dtype, granularity)  # its ValueError names a wrong dtype or granularity
+    if dtype not in numerics.FORMATS or granularity not in numerics.GRANULARITIES:
+        QuantizeProblem(1, 1, "fp32", dtype, granularity)  # its ValueError names the wrong one
+    pow2_scale = bool(pow2_scale) and amax is None
+    options = options_of(QuantizeOptions, dtype, granularity, pow2_scale, bool(transpose), amax is not None, kernel, fallback)
     made = quantize_2d(x.detach().reshape(-1, x.shape[-1]), options, scale)
     made.shape = x.shape
     return made

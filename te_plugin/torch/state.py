@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from te_plugin import numerics
+from te_plugin.torch.options import options as options_of
 from te_plugin.torch.quantize import QuantizedTensor, QuantizeOptions, quantize_2d, quantize_experts, scale_from_amax
 
 AMAX_COMPUTE = ("max", "most_recent")
@@ -40,7 +41,8 @@ class DelayedScaling(nn.Module):
     def cast_of(self, operand: str, transpose: bool) -> tuple[QuantizeOptions, torch.Tensor]:
         """How an operand is quantised in this step: the options and the given scale, FP32[1]."""
         index = self.OPERANDS.index(operand)
-        return QuantizeOptions(self.format(index).name, "tensor", False, transpose, True), self.scale[index:index + 1]
+        options = options_of(QuantizeOptions, self.format(index).name, "tensor", False, transpose, True)
+        return options, self.scale[index:index + 1]
 
     def record(self, operand: str, amax: torch.Tensor) -> None:
         """Fold the amax of something quantised into the history."""
@@ -215,7 +217,7 @@ class LinearState(nn.Module):
 def operand_options(kind: numerics.Scaling, operand: str, pow2: bool, transpose: bool) -> QuantizeOptions:
     """How a scaling quantises one operand of a linear layer."""
     fmt = kind.gradient_format if operand == "gradient" else kind.forward_format
-    return QuantizeOptions(fmt.name, getattr(kind, operand), pow2, transpose)
+    return options_of(QuantizeOptions, fmt.name, getattr(kind, operand), pow2, transpose)
 
 
 def _identity(weight: torch.Tensor) -> tuple:

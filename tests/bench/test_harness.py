@@ -1,9 +1,11 @@
 """The bench harness: candidates take turns, a result file holds what the README's tables are made from."""
 
+import io
 import json
 
 import pytest
 import torch
+from rich.console import Console
 
 from te_plugin.bench import Options
 from te_plugin.bench.attention import Case, Inputs, measure
@@ -64,3 +66,15 @@ def test_every_attention_candidate_is_compared_with_float64(dtype, bound):
     rows = measure(Inputs(Case("tiny", (33, 7, 1), heads=4, kv_heads=2, dim=32, dtype=dtype)), seconds=0.0)
     assert {r.op for r in rows} == {"attention forward", "attention forward+backward"} and len(rows) == 6
     assert all(r.rel_error < bound for r in rows), [(r.kernel, r.rel_error) for r in rows]
+
+
+def test_the_fraction_of_the_copy_bandwidth_is_a_column_where_it_was_measured():
+    def printed(of_copy):
+        report = Report("quantize", torch.device("cpu"), rows=[row("ours", True, 2.0), row("copy", False, 1.0)])
+        report.rows[0].of_copy = of_copy
+        console = Console(width=200, record=True, file=io.StringIO())
+        report.print(console)
+        return console.export_text()
+
+    assert "of copy" in printed(0.47) and "0.47" in printed(0.47)
+    assert "of copy" not in printed(None)
