@@ -7,6 +7,12 @@ namespace te::ptx {
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
+// x, but for the compiler an unknown value made here: what depends on it is computed after this point, not kept from before it.
+__device__ __forceinline__ int here(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // ---- mbarrier ------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(uint64_t* bar, uint32_t count) {

@@ -102,21 +102,22 @@ void quantize_scaled(const Context& l, const Source& source, const Cast& cast, Q
   finish_scales_kernel<FMT><<<static_cast<unsigned>(ceil_div(q.R + nb, 256)), 256, 0, l.stream>>>(row_amax, q.R, col_amax, nb, q.pow2);
 }
 
-// Tensor scaling: one read with a given scale (delayed), two without (current).
+// Tensor scaling: one read with a given scale (delayed), two without (current). have_amax: stats are complete already.
 template <int FMT, class Source, class Cast>
-void quantize_tensor(const Context& l, const Source& source, const Cast& cast, QuantArgs q, bool after) {
+void quantize_tensor(const Context& l, const Source& source, const Cast& cast, QuantArgs q, bool after, bool have_amax) {
   q.write_stats = q.scale != nullptr;
-  if (!q.scale) launch_amax(l, source, q, nullptr, nullptr);
+  if (!q.scale && !have_amax) launch_amax(l, source, q, nullptr, nullptr);
   cast.template launch<FMT, kGiven>(l, q, after || q.scale == nullptr);
 }
 
 // FUSED: E5M2 with tensor scaling only (the gradients of fp8_current and fp8_delayed); the host code has refused the rest.
 
 template <bool FUSED, class Source, class Cast>
-void quantize_all(const Context& l, const Source& source, const Cast& cast, const QuantArgs& q, int64_t granularity, int64_t format, bool after) {
+void quantize_all(const Context& l, const Source& source, const Cast& cast, const QuantArgs& q, int64_t granularity, int64_t format, bool after,
+                  bool have_amax = false) {
   if (granularity == kTensor) {
-    if (format == kE4M3) quantize_tensor<kE4M3>(l, source, cast, q, after);
-    else quantize_tensor<kE5M2>(l, source, cast, q, after);
+    if (format == kE4M3) quantize_tensor<kE4M3>(l, source, cast, q, after, have_amax);
+    else quantize_tensor<kE5M2>(l, source, cast, q, after, have_amax);
   } else if (format == kE4M3) {
     quantize_scaled<kE4M3>(l, source, cast, q, granularity, after);
   } else if constexpr (!FUSED) {

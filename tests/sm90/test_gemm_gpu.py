@@ -58,6 +58,20 @@ def test_dense_fp8(kind, m, n, k):
             )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_with_several_tiles(kind):
+    """More tiles than blocks: a tile's last part is written while the products of the next one run."""
+    code, grain_a, grain_b = KINDS[kind]
+    m, n, k = 4500, 2568, 1168
+    a, scale_a, a64 = gpu.quantized(rough(m, k, 1), grain_a)
+    b, scale_b, b64 = gpu.quantized(rough(n, k, 2), grain_b)
+    want = a64 @ b64.T
+    for tile_rows in (128, 256):
+        c = gpu.poisoned((m, n), torch.bfloat16)
+        gpu.call("gemm_fp8_tile", a, b, scale_a, scale_b, c, E4M3.code, E4M3.code, code, 0, tile_rows)
+        assert reference.relative_error(c.double().cpu(), want) < BF16_BOUND
+
+
 @pytest.mark.parametrize("m,n,k", SHAPES + [(40, 64, 72)])
 def test_dense_bf16(m, n, k):
     a, b = gpu.cuda(rough(m, k, 3)).bfloat16(), gpu.cuda(rough(n, k, 4)).bfloat16()
