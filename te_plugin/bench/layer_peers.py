@@ -14,13 +14,22 @@ Call = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
 def peers(inputs: Inputs, attend: Attend) -> Iterator[tuple[str, Call]]:
-    """(name, call) of every peer of this machine."""
+    """(name, call) of every peer of this machine that runs; one that does not is named with its reason."""
+    for library, make in {"torch": _torch, "torchao": _torchao, "transformer_engine": _transformer_engine}.items():
+        if not importlib.util.find_spec(library):
+            continue
+        try:
+            for name, call in make(inputs, attend):
+                call()
+                yield name, call
+        except Exception as error:  # somebody else's code: our rows must not be lost with it
+            reason = (str(error).splitlines() or [""])[0]
+            print(f"peer {library} is left out: {type(error).__name__}: {reason}", flush=True)
+
+
+def _torch(inputs: Inputs, attend: Attend) -> Iterator[tuple[str, Call]]:
     layer = TorchLayer(inputs, attend)
     yield "torch bf16 compile", train_call(torch.compile(layer), layer.parameters(), inputs)
-    if importlib.util.find_spec("torchao"):
-        yield from _torchao(inputs, attend)
-    if importlib.util.find_spec("transformer_engine"):
-        yield from _transformer_engine(inputs, attend)
 
 
 def _torchao(inputs: Inputs, attend: Attend) -> Iterator[tuple[str, Call]]:
