@@ -231,6 +231,13 @@ def remember(make: Callable[..., Plan]) -> Callable[..., Plan]:
     return ask
 
 
+def remember_unmeasured(make: Callable[..., Any]) -> Callable[..., Any]:
+    """remember for an op without measured kernels, whose plans are never provisional: the bare cache, with no call around it."""
+    kept = functools.lru_cache(maxsize=4096)(make)
+    _caches.append(kept.cache_clear)
+    return kept
+
+
 def register(kernel: Kernel) -> Kernel:
     """Add a kernel to its op, behind those registered before it; composite kernels stay last. Names are unique per op."""
     kernels = _registry.setdefault(kernel.op, [])

@@ -23,7 +23,7 @@ OPERANDS = ("activation", "weight", "gradient")
 
 @dataclass(frozen=True)
 class LinearOptions:
-    """The non-array arguments of a linear call."""
+    """The non-array arguments of a linear call. kernel: of its products."""
 
     precision: str = "bf16"
     layout: str = "nk"
@@ -79,7 +79,6 @@ def _quantize(x, operand: str, scales, o: LinearOptions):
         scale=scale,
         pow2_scale=o.pow2_scale and not kind.delayed,
         transpose=needs_transpose(granularity),
-        kernel=o.kernel,
         fallback=o.fallback,
     )
 

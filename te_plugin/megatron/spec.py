@@ -85,6 +85,8 @@ def layer_spec(config, vp_stage: int | None = None, *, attention: AttentionOptio
     """
     refuse_unsupported(config)
     _refuse_model(config)
+    if fuse:
+        _refuse_norm_handling(config)
     provider = PluginSpecProvider(attention, fallback, fuse)
     layers = [_layer(config, provider, _is_moe(config, index))
               for index in _layer_indices(config, vp_stage, pp_rank)]
@@ -158,6 +160,18 @@ def _is_moe(config, layer: int) -> bool:
         return False
     freq = config.moe_layer_freq
     return layer % freq == 0 if isinstance(freq, int) else bool(freq[layer])
+
+
+def _refuse_norm_handling(config) -> None:
+    """What Megatron does to norms that are modules of their own, it leaves out without a word where there is none."""
+    asked = []
+    if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or []):
+        asked.append("recompute_modules has 'layernorm'")
+    asked += [f"offload_modules has '{name}'" for name in ("attn_norm", "mlp_norm")
+              if getattr(config, "fine_grained_activation_offloading", False) and name in (config.offload_modules or [])]
+    if asked:
+        raise ConfigError(f"{asked[0]}: the norms belong to the linear layers after them here, and keep no output in FP8; remove "
+                          f"it, or build the specification with fuse=False")
 
 
 def _refuse_model(config) -> None:

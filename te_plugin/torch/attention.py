@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from te_plugin.ops.attention.problem import AttentionProblem
-from te_plugin.plan import Plan, plan
+from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch import fp8_attention, launches
 from te_plugin.torch.call import check_int32, define, dtype_name, empty, is_direct, launch, scratch, target_of
 from te_plugin.torch.options import Options
@@ -34,7 +34,7 @@ class AttentionOptions(Options):
     fallback: str = "error"
 
 
-@functools.lru_cache(maxsize=4096)
+@remember_unmeasured
 def _plan(tokens_q, tokens_kv, segments, heads, kv_heads, head_dim, dtype, device, key) -> Plan:
     o = AttentionOptions.from_key(key)
     problem = AttentionProblem(

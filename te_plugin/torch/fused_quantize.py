@@ -6,14 +6,13 @@ them, with their backward, are in norm_linear.py.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 
 from te_plugin.ops.activation_quantize.problem import ActivationQuantizeProblem
 from te_plugin.ops.norm_quantize.problem import NormQuantizeProblem
-from te_plugin.plan import Plan, plan
+from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch import launches
 from te_plugin.torch.call import define, dtype_name, empty, launch, target_of
 from te_plugin.torch.options import Options
@@ -46,14 +45,14 @@ class FusedOptions(Options):
         return options_of(PointwiseOptions, self.eps, False, "auto", self.fallback)
 
 
-@functools.lru_cache(maxsize=4096)
+@remember_unmeasured
 def _norm_plan(rows, columns, dtype, device, key) -> Plan:
     o = FusedOptions.from_key(key)
     problem = NormQuantizeProblem(rows, columns, dtype, o.eps, o.format, o.granularity, o.pow2_scale, o.transpose, o.delayed)
     return plan(problem, target_of(device), o.kernel, o.fallback)
 
 
-@functools.lru_cache(maxsize=4096)
+@remember_unmeasured
 def _activation_plan(rows, columns, gradient, dtype, device, key) -> Plan:
     o = FusedOptions.from_key(key)
     problem = ActivationQuantizeProblem(rows, columns, gradient, dtype, o.format, o.granularity, o.pow2_scale, o.transpose,

@@ -110,7 +110,7 @@ def _cublaslt_scaled(o: GemmOptions, a, scale_a, b, scale_b, out_dtype, out):
     elif blocks:
         scale_a = scale_a.t().contiguous().t()
         scale_b = scale_b.t() if o.granularity_b == "block_128x128" else scale_b.t().contiguous()
-    product = torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=not blocks)
+    product = torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=out_dtype)  # fast accumulation keeps 14 bits over all of K
     return product if out is None else out.add_(product)
 
 

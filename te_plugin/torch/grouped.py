@@ -77,9 +77,9 @@ class _PlainGroupedLinear(torch.autograd.Function):
 
 class _Fp8GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, group_sizes, state: LinearState | None, o: GroupedOptions):
+    def forward(ctx, x, weight, group_sizes, state: LinearState | None, o: GroupedOptions, grad_enabled: bool):
         kind = numerics.scaling(o.precision)
-        need_dx, need_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        need_dx, need_dw = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
         keep = o.keep_transpose and need_dx
         used = _used_rows(group_sizes)
         if state is None:
@@ -119,7 +119,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
                 dw = _main_grad_done(weight)
             else:
                 dw = torch.ops.te_plugin.scaled_grouped_wgrad(*operands, weight.shape[0], o.product("wgrad"), weight.dtype)
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
 
 
 def grouped_linear(
@@ -162,12 +162,14 @@ def grouped_linear(
         return apply(_PlainGroupedLinear, (x.contiguous(), weight, group_sizes), options)
     if state is not None and state.precision != precision:
         raise ValueError(f"state belongs to precision {state.precision!r}, the call asks for {precision!r}")
+    if state is not None and state.pow2_scale != bool(pow2_scale):
+        raise ValueError(f"state has pow2_scale={state.pow2_scale}, the call asks for {pow2_scale}; give both the same")
     rows = x.shape[0]
     padding = -rows % numerics.scaling(precision).row_multiple if x.is_cuda else 0
     if padding:
         # wgrad contracts over the rows, and tensor cores take them in multiples; these are surplus rows like any others.
         x = torch.nn.functional.pad(x, (0, 0, 0, padding))
-    return apply(_Fp8GroupedLinear, (x, weight, group_sizes), state, options)[:rows]
+    return apply(_Fp8GroupedLinear, (x, weight, group_sizes), state, options, torch.is_grad_enabled())[:rows]
 
 
 def align_groups(counts: torch.Tensor, multiple: int) -> torch.Tensor:

@@ -5,13 +5,12 @@ Legend: M rows (capacity), E experts, K in features, N out features. Rows past t
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 
 from te_plugin.ops.grouped_gemm.problem import GroupedGemmProblem
-from te_plugin.plan import Plan, plan
+from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch import launches
 from te_plugin.torch.call import DTYPE_NAME, define, dtype_name, launch, target_of
 from te_plugin.torch.options import Options
@@ -28,7 +27,7 @@ class GroupedGemmOptions(Options):
     fallback: str = "error"
 
 
-@functools.lru_cache(maxsize=4096)
+@remember_unmeasured
 def _plan(m, n, k, groups, dtype, device, key) -> Plan:
     o = GroupedGemmOptions.from_key(key)
     return plan(GroupedGemmProblem(m, n, k, groups, dtype, o.precision, o.stage), target_of(device), o.kernel, o.fallback)

@@ -74,8 +74,9 @@ def _mm_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, state: LinearState | None, o: LinearOptions):
-        need_dx, need_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+    def forward(ctx, x, weight, state: LinearState | None, o: LinearOptions, grad_enabled: bool):
+        # A parameter needs its gradient under no_grad too: only the caller knows that autograd records nothing.
+        need_dx, need_dw = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
         keep = o.keep_transpose and need_dx
         record = need_dx or need_dw
         xq = cast(x, "activation", need_dw, record, state, o)
@@ -90,7 +91,7 @@ class _Fp8Linear(torch.autograd.Function):
         need_dx, need_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         dyq = cast(dy, "gradient", need_dw, True, ctx.state, ctx.o)
         dx, dw = fp8_gradients(dyq, dy.dtype, ctx.saved_tensors, ctx.state, ctx.o, need_dx, need_dw)
-        return dx, dw, None, None
+        return dx, dw, None, None, None
 
 
 def cast(x: torch.Tensor, operand: str, transpose: bool, record: bool, state: LinearState | None,
@@ -161,7 +162,7 @@ def linear(
 
     precision: fp32, bf16 (the tensors' own dtype), or an FP8 scaling of numerics.SCALINGS. fp8_delayed needs a `state`.
     state: the layer's LinearState (weight cache, histories). row_mask: bool[...] of the leading shape; rows that are False
-    count as zero everywhere (padding never enters an amax or a gradient).
+    count as zero everywhere: their output is 0, and neither x nor dy there enters an amax or a gradient, whatever they hold.
     accumulate_main_grad: dW is added to weight.main_grad[N,K] (FP32) once a call, and weight gets no .grad.
     Raises ValueError for sizes that do not fit, naming the size at fault.
     """
@@ -173,9 +174,10 @@ def linear(
     if numerics.scaling(precision) is None:
         y = apply(_PlainLinear, (flat, weight), options)
     else:
-        y = cut_rows(apply(_Fp8Linear, (padded_rows(flat, precision), weight), state, options), flat)
+        y = cut_rows(apply(_Fp8Linear, (padded_rows(flat, precision), weight), state, options, torch.is_grad_enabled()), flat)
     if bias is not None:
         y = y + bias
+    y = masked_rows(y, row_mask)  # so that no gradient comes back to the masked rows
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -192,7 +194,9 @@ def check_call(weight: torch.Tensor, state: LinearState | None, o: LinearOptions
     if state is not None:
         if state.precision != o.precision:
             raise ValueError(f"state belongs to precision {state.precision!r}, the call asks for {o.precision!r}")
-        state.begin(weight, torch.is_grad_enabled())
+        if state.pow2_scale != o.pow2_scale:
+            raise ValueError(f"state has pow2_scale={state.pow2_scale}, the call asks for {o.pow2_scale}; give both the same")
+        state.begin(weight)
 
 
 def masked_rows(x: torch.Tensor, row_mask: torch.Tensor | None) -> torch.Tensor:

@@ -111,7 +111,7 @@ class _Fp8NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, norm_weight, weight, state: LinearState | None, o: NormLinearOptions):
         need_dx = o.grad_enabled and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
-        need_dw = ctx.needs_input_grad[2]
+        need_dw = o.grad_enabled and ctx.needs_input_grad[2]
         keep, record = o.linear.keep_transpose and need_dx, need_dx or need_dw
         xq, rstd = _norm_cast(padded_rows(x, o.linear.precision), norm_weight, need_dw, record, state, o)
         wq = cast_weight(weight, keep, record, state, o.linear)
@@ -136,10 +136,9 @@ class _Fp8MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, norm_weight, w1, w2, state1: LinearState | None, state2: LinearState | None, o: NormLinearOptions):
-        need = ctx.needs_input_grad
-        need_dx = o.grad_enabled and (need[0] or need[1])
-        record1 = need_dx or need[2]
-        need_dh = o.grad_enabled and record1
+        need = [o.grad_enabled and needed for needed in ctx.needs_input_grad]
+        need_dx = need[0] or need[1]
+        need_dh = record1 = need_dx or need[2]
         record2 = need_dh or need[3]
         keep1, keep2 = o.linear.keep_transpose and need_dx, o.linear.keep_transpose and need_dh
         kernel, fallback = o.linear.kernel, o.linear.fallback
@@ -237,14 +236,14 @@ def layer_norm_linear(
     options = NormLinearOptions(linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback),
                                 float(eps), torch.is_grad_enabled(), reduce_gradient)
     if numerics.scaling(precision) is None:
-        y = _linear(_normed(x, norm_weight, options), weight, state, row_mask, options.linear)
-    else:
-        check_call(weight, state, options.linear)
-        # Rows of zeros stay zeros under RMSNorm: masking before it is masking after it, and NaN there is never read.
-        rows = masked_rows(x, row_mask).contiguous()
-        y = cut_rows(apply(_Fp8NormLinear, (rows, norm_weight, weight), state, options), rows)
-        y = y.view(*x.shape[:-1], weight.shape[0])
-    return y if bias is None else y + bias
+        return linear(_normed(x, norm_weight, options), weight, bias, precision, state=state, row_mask=row_mask,
+                      accumulate_main_grad=accumulate_main_grad, kernel=kernel, fallback=fallback)
+    check_call(weight, state, options.linear)
+    # Rows of zeros stay zeros under RMSNorm: masking before it is masking after it, and NaN there is never read.
+    rows = masked_rows(x, row_mask).contiguous()
+    y = cut_rows(apply(_Fp8NormLinear, (rows, norm_weight, weight), state, options), rows)
+    y = masked_rows(y if bias is None else y + bias, row_mask)  # so that no gradient comes back to the masked rows
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def gated_mlp(
@@ -282,4 +281,4 @@ def gated_mlp(
         check_call(weight, state, options.linear)
     rows = masked_rows(x, row_mask).contiguous()
     y = apply(_Fp8MLP, (rows, norm_weight, fc1_weight, fc2_weight), *states, options)
-    return cut_rows(y, rows).view(*x.shape[:-1], fc2_weight.shape[0])
+    return masked_rows(cut_rows(y, rows), row_mask).view(*x.shape[:-1], fc2_weight.shape[0])

@@ -5,7 +5,6 @@ Each op: a plan by shape, a compiled forward and backward, and framework maths w
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,7 @@ from te_plugin.ops.activation.problem import ActivationProblem
 from te_plugin.ops.loss.problem import LossProblem
 from te_plugin.ops.norm.problem import NormProblem
 from te_plugin.ops.rope.problem import RopeProblem
-from te_plugin.plan import Plan, plan
+from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch import launches
 from te_plugin.torch.call import define, dtype_name, launch, target_of
 from te_plugin.torch.options import Options
@@ -32,7 +31,7 @@ class PointwiseOptions(Options):
     fallback: str = "error"
 
 
-@functools.lru_cache(maxsize=4096)
+@remember_unmeasured
 def _plan(problem_type, sizes: tuple, dtype: str, device, key: str) -> Plan:
     o = PointwiseOptions.from_key(key)
     extra = {"eps": o.eps} if problem_type is NormProblem else {}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 
 import torch
 
 from te_plugin import numerics
 from te_plugin.ops.quantize.problem import LARGE_EXPERT, QuantizeProblem, scale_shape
-from te_plugin.plan import Plan, plan
+from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch.call import TORCH_DTYPE, define, dtype_name, empty, launch, target_of
 from te_plugin.torch.options import Options
 from te_plugin.torch.options import options as options_of
@@ -64,7 +63,7 @@ class QuantizedTensor:
         return dequantize(self.data_t, self.scale_inv_t, self.granularity, self.dtype, dtype)
 
 
-@functools.lru_cache(maxsize=4096)
+@remember_unmeasured
 def _plan(rows, columns, dtype, device, key) -> Plan:
     o = QuantizeOptions.from_key(key)
     problem = QuantizeProblem(rows, columns, dtype, o.format, o.granularity, o.pow2_scale, o.transpose, o.delayed)
@@ -102,7 +101,7 @@ def _stage(o: QuantizeOptions) -> str:
     return "transpose" if o.transpose else "plain"
 
 
-@functools.lru_cache(maxsize=4096)
+@remember_unmeasured
 def _prepared(rows, columns, dtype, device, key):
     """What a call needs besides its tensors: the plan, its stage, the outputs."""
     o = QuantizeOptions.from_key(key)

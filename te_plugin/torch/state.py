@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from te_plugin import numerics
 from te_plugin.torch.options import options as options_of
@@ -110,8 +111,9 @@ class DelayedScaling(nn.Module):
 class LinearState(nn.Module):
     """Per-layer state of one FP8 linear: the weight cache and, with delayed scaling, its histories.
 
-    The cache holds the quantised weight until the weight changes. A change is seen by the tensor's identity and version
-    counter; optimizers that write behind the counter (through .data) call `new_step()`.
+    The cache holds the quantised weight until the weight changes. A change is seen by the tensor's identity, its version
+    counter and the steps of torch optimizers (FSDP2 gathers the new weight into the same tensor, past the counter); who else
+    writes behind the counter (through .data) calls `new_step()`.
     """
 
     def __init__(self, precision: str, *, weight_cache: bool = True, keep_transpose: bool = True, pow2_scale: bool = False,
@@ -120,11 +122,17 @@ class LinearState(nn.Module):
         kind = numerics.scaling(precision)
         if kind is None:
             raise ValueError(f"precision {precision!r} needs no FP8 state")
+        if kind.delayed and pow2_scale:
+            raise ValueError(f"pow2_scale=True: precision {precision} takes scales from an amax history; leave it out")
+        if not kind.delayed and (history_len, amax_compute) != (1024, "max"):
+            raise ValueError(f"history_len={history_len}, amax_compute={amax_compute!r}: precision {precision} has no amax "
+                             f"history; leave them out, or use fp8_delayed")
         self.precision, self.kind = precision, kind
         self.weight_cache, self.keep_transpose, self.pow2_scale = weight_cache, keep_transpose, pow2_scale
         self.delayed = DelayedScaling(kind, history_len, amax_compute, device) if kind.delayed else None
         self._cached: QuantizedTensor | None = None
         self._cached_for: tuple | None = None
+        self._cached_is_noted = False
         self._advanced_for: tuple | None = None
         self._explicit_steps = False
         self._uncalibrated = set(DelayedScaling.OPERANDS) if kind.delayed else set()
@@ -135,8 +143,10 @@ class LinearState(nn.Module):
         return f"{self.precision}, weight_cache={self.weight_cache}, keep_transpose={self.keep_transpose}"
 
     def new_step(self) -> None:
-        """The weight may have changed: quantise it again at its next use."""
+        """The weight may have changed: quantise it again at its next use, and end the step of delayed scaling there."""
         self._cached = self._cached_for = None
+        if self._advanced_for is not None:
+            self._advanced_for = ()
 
     def advance(self, group=None) -> None:
         """End an optimizer step (delayed scaling moves on, cached weights are dropped). Used once, it is expected every step."""
@@ -145,11 +155,15 @@ class LinearState(nn.Module):
         if self.delayed is not None:
             self.delayed.advance(group)
 
-    def begin(self, weight: torch.Tensor, training: bool) -> None:
-        """Called at the start of each forward: a changed weight ends the step, unless steps are ended by `advance`."""
-        if self.delayed is None or self._explicit_steps or not training or torch.compiler.is_compiling():
+    def begin(self, weight: torch.Tensor) -> None:
+        """Called at the start of each forward: a changed weight ends the step, unless steps are ended by `advance`.
+
+        Without gradients too: the forward that activation recompute repeats must see the scales that the repetition sees.
+        """
+        if self.delayed is None or self._explicit_steps or torch.compiler.is_compiling():
             return
-        identity = _identity(weight)
+        # Not by address: FSDP2 gathers a weight to another place for each microbatch.
+        identity = (id(weight), weight._version, _optimizer_steps)
         if self._advanced_for is not None and identity != self._advanced_for:
             self.delayed.advance()
         self._advanced_for = identity
@@ -197,7 +211,10 @@ class LinearState(nn.Module):
         if cached is None or self._cached_for != identity or (transpose and cached.data_t is None):
             self._count()
             cached = self.quantize(weight.detach(), "weight", transpose, record)
-            self._cached, self._cached_for = cached, identity
+            self._cached, self._cached_for, self._cached_is_noted = cached, identity, record
+        elif record and not self._cached_is_noted:  # an evaluation made it
+            self.note("weight", cached, True)
+            self._cached_is_noted = True
         return cached
 
     def _count(self) -> None:
@@ -207,9 +224,9 @@ class LinearState(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, *args):
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.new_step()
-        self._advanced_for = None
         if self.delayed is not None:
             known = prefix + "delayed.scale" in state_dict
+            self._advanced_for = () if known else None  # a step that was saved before it was ended is ended now
             self._uncalibrated = set() if known else set(DelayedScaling.OPERANDS)
             self.delayed.fresh.fill_(0.0 if known else 1.0)
 
@@ -220,8 +237,19 @@ def operand_options(kind: numerics.Scaling, operand: str, pow2: bool, transpose:
     return options_of(QuantizeOptions, fmt.name, getattr(kind, operand), pow2, transpose)
 
 
+_optimizer_steps = 0
+
+
+def _count_step(*_) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
 def _identity(weight: torch.Tensor) -> tuple:
-    return (id(weight), weight.data_ptr(), weight._version)
+    return (id(weight), weight.data_ptr(), weight._version, _optimizer_steps)
 
 
 def states(model: nn.Module):

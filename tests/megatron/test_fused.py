@@ -133,6 +133,20 @@ def test_what_the_module_cannot_do_is_refused_by_name():
         linear(config)
 
 
+def test_what_megatron_would_do_to_separate_norms_is_refused():
+    cfg = small_config()
+    plugin.initialize(cfg)
+    config = plugin.transformer_config(cfg)
+    config.recompute_granularity, config.recompute_modules = "selective", ["core_attn", "layernorm"]
+    with pytest.raises(ConfigError, match=r"recompute_modules has 'layernorm'.*fuse=False"):
+        plugin.layer_spec(config)
+    plugin.layer_spec(config, fuse=False)
+    config.recompute_granularity, config.recompute_modules = None, None
+    config.fine_grained_activation_offloading, config.offload_modules = True, ["mlp_norm"]
+    with pytest.raises(ConfigError, match="offload_modules has 'mlp_norm'"):
+        plugin.layer_spec(config)
+
+
 def test_under_sequence_parallelism_the_norm_runs_on_the_shard_and_its_gradient_is_reduced(monkeypatch):
     """Gathers need a GPU in Megatron: here the one-rank gather is a plain function, and the order of calls is what is checked."""
     from te_plugin.megatron import linear as plain

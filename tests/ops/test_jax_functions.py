@@ -107,3 +107,10 @@ def test_pointwise_functions_equal_the_oracle(kernel, dtype, rng):
     assert_close(
         got, [oracle.cross_entropy_forward(logits, labels)[0], oracle.cross_entropy_backward(dloss, logits, labels)], dtype
     )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp8_current", "fp8_block"])
+def test_a_linears_kernel_names_its_products(precision, rng):
+    x, w = (jnp.asarray(rng.standard_normal((128, 128), dtype=np.float32)) for _ in range(2))
+    named = tj.linear(x, w, precision=precision, kernel="composite")
+    assert (named == tj.linear(x, w, precision=precision, kernel="composite" if precision == "fp32" else "auto")).all()
