@@ -24,7 +24,7 @@ def markdown() -> str:
         if not rows:
             continue
         versions = ", ".join(f"{name} {found['versions'][name]}" for name in ("torch", "triton") if name in found["versions"])
-        parts += [f"**{path.stem}** on {found['hardware']}, {found['date']}, commit {found['commit']}, {versions}", "",
+        parts += [f"**{path.stem}** on {found['hardware']}, {found['date']}, commit {found['commit'][:12]}, {versions}", "",
                   "| op | case | kernel | rate | best peer in the run | ours / peer |", "|---|---|---|---|---|---|"]
         for row in rows:
             ratio = "" if row.get("ratio_to_best_peer") is None else f"{row['ratio_to_best_peer']:.2f}"
