@@ -1,18 +1,22 @@
 """What a call of attention or linear costs on the host beside its kernels, on inputs so small that the kernels hardly count.
 
 `call us` is the time of the call minus the time of the same kernels called raw, with ready tensors, in turns: planning, checks
-of the arguments, allocation of the results, dispatch, autograd. `training`: with gradients on, the forward call alone.
+of the arguments, allocation of the results, dispatch, autograd. `start us` is the part of it before the first kernel begins.
+`training`: with gradients on, the forward call alone.
 An FP8 linear here has a LinearState that holds its quantised weight: the call quantises its input, and its GEMM on the CPU
 dequantises both and multiplies in FP32, each a kernel of its own. rel_error compares the result with that of the raw kernels.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
-from te_plugin import numerics
+from te_plugin import ffi, numerics
 from te_plugin.bench import Options
 from te_plugin.bench.harness import Report, Row, interleaved, relative_error
 from te_plugin.ffi import function
@@ -53,9 +57,35 @@ def attention_cost_us(dtype: torch.dtype, mode: str, seconds: float = 0.3) -> fl
 def _row(op: str, case: str, call: Callable, raw: Callable, options: Options) -> Row:
     took = interleaved({"call": call, "raw": raw}, options.seconds / 4, least=50)
     error = relative_error(call(), raw().detach().double().numpy())
+    start = _start_us(call)
     return Row(op, case, "cpu", ours=True, ms=took["call"].median * 1e3, ms_low=took["call"].low * 1e3,
                ms_high=took["call"].high * 1e3, rate=1 / took["call"].median, unit="calls/s", rel_error=error,
-               cpu_us=(took["call"].median - took["raw"].median) * 1e6, turns=took["call"].turns)
+               cpu_us=(took["call"].median - took["raw"].median) * 1e6, turns=took["call"].turns, start_us=start)
+
+
+class _Started(Exception):
+    """Raised in place of a call's first kernel."""
+
+
+def _start_us(call: Callable, turns: int = 400) -> float:
+    """Microseconds from a call to the beginning of its first kernel, compiled or torch's product: the median of many calls that
+    end there."""
+    began = 0.0
+
+    def kernel(*_):
+        nonlocal began
+        began = time.perf_counter()
+        raise _Started
+
+    taken = []
+    with mock.patch.object(ffi, "function", lambda library, name: kernel), mock.patch.object(torch, "mm", kernel):
+        for _ in range(turns):
+            start = time.perf_counter()
+            try:
+                call()
+            except _Started:
+                taken.append(began - start)
+    return statistics.median(taken) * 1e6
 
 
 def _in_mode(mode: str, call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:

@@ -40,6 +40,7 @@ class Row:
 
     best_peer and ratio_to_best_peer (its time / this time, above 1 when this one is faster) are filled in by rank().
     cpu_us: what a call costs before its kernel starts, measured on inputs too small for the kernel to matter.
+    start_us: the part of cpu_us until the first kernel of the call begins.
     of_copy: rate / rate of a copy in the same turns, where both are bytes per second: the fraction of the bandwidth reached.
     """
 
@@ -58,6 +59,7 @@ class Row:
     cpu_us: float | None = None
     turns: int = 0
     of_copy: float | None = None
+    start_us: float | None = None
 
 
 def interleaved(
@@ -166,6 +168,9 @@ class Report:
         for column in ("ms", "quartiles", "rate", "rel. error", "time/ours", "call us"):
             table.add_column(column, justify="right")
         against_copy = any(row.of_copy is not None for row in self.rows)
+        to_start = any(row.start_us is not None for row in self.rows)
+        if to_start:
+            table.add_column("start us", justify="right")
         if against_copy:
             table.add_column("of copy", justify="right")
         last = None
@@ -177,6 +182,7 @@ class Report:
             head = (row.op, row.case) if (row.op, row.case) != last else ("", "")
             table.add_row(*head, row.kernel, f"{row.ms:.3f}", f"{row.ms_low:.3f}-{row.ms_high:.3f}", f"{row.rate:.4g} {row.unit}",
                           f"{row.rel_error:.1e}", ratio, "" if row.cpu_us is None else f"{row.cpu_us:.1f}",
+                          *(["" if row.start_us is None else f"{row.start_us:.1f}"] if to_start else []),
                           *(["" if row.of_copy is None else f"{row.of_copy:.2f}"] if against_copy else []),
                           style="bold" if row.ours else "")
             last = (row.op, row.case)
