@@ -54,14 +54,15 @@ class _PlainLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        dx = torch.mm(dy, weight) if ctx.needs_input_grad[0] else None
+        o = ctx.o
+        dx = plain_gemm(dy, weight.t(), o.kernel, o.fallback) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
-            if ctx.o.accumulate_main_grad:
+            if o.accumulate_main_grad:
                 weight.main_grad.add_(_mm_fp32(dy.t(), x))
                 dw = _main_grad_done(weight)
             else:
-                dw = torch.mm(dy.t(), x)
+                dw = plain_gemm(dy.t(), x.t(), o.kernel, o.fallback)
         return dx, dw, None
 
 
