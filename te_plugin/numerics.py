@@ -90,7 +90,8 @@ class E8M0:
     @staticmethod
     def decode(codes: np.ndarray) -> np.ndarray:
         codes = np.asarray(codes, dtype=np.uint8)
-        return np.where(codes == E8M0.NAN, np.float32(np.nan), np.ldexp(np.float32(1), np.minimum(codes, 254).astype(np.int32) - 127))
+        values = np.ldexp(np.float32(1), np.minimum(codes, E8M0.NAN - 1).astype(np.int32) - 127)
+        return np.where(codes == E8M0.NAN, np.float32(np.nan), values)
 
     @staticmethod
     def encode(scale_inv: np.ndarray) -> np.ndarray:
