@@ -67,7 +67,7 @@ class _Started(Exception):
     """Raised in place of a call's first kernel."""
 
 
-def _start_us(call: Callable, turns: int = 400) -> float:
+def _start_us(call: Callable, turns: int = 5000) -> float:
     """Microseconds from a call to the beginning of its first kernel, compiled or torch's product: the median of many calls that
     end there."""
     began = 0.0
