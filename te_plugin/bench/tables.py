@@ -25,13 +25,26 @@ def markdown() -> str:
             continue
         versions = ", ".join(f"{name} {found['versions'][name]}" for name in ("torch", "triton") if name in found["versions"])
         parts += [f"**{path.stem}** on {found['hardware']}, {found['date']}, commit {found['commit'][:12]}, {versions}", "",
-                  "| op | case | kernel | rate | best peer in the run | ours / peer |", "|---|---|---|---|---|---|"]
-        for row in rows:
-            ratio = "" if row.get("ratio_to_best_peer") is None else f"{row['ratio_to_best_peer']:.2f}"
-            parts.append(f"| {row['op']} | {row['case']} | {row['kernel']} | {row['rate']:.4g} {row['unit']} | "
-                         f"{row.get('best_peer') or '-'} | {ratio} |")
+                  *_table(rows)]
         parts.append("")
     return "\n".join(parts).rstrip()
+
+
+# Columns that a table has only where one of its rows has the value, and how they are written.
+_OPTIONAL = {"of_copy": ("of copy bandwidth", ".2f"), "cpu_us": ("host us a call", ".1f"),
+             "start_us": ("until its first kernel", ".1f")}
+
+
+def _table(rows: list[dict]) -> list[str]:
+    extra = [key for key in _OPTIONAL if any(row.get(key) is not None for row in rows)]
+    heads = ["op", "case", "kernel", "rate", "best peer in the run", "ours / peer", *(_OPTIONAL[key][0] for key in extra)]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows:
+        ratio = "" if row.get("ratio_to_best_peer") is None else f"{row['ratio_to_best_peer']:.2f}"
+        values = ("" if row.get(key) is None else format(row[key], _OPTIONAL[key][1]) for key in extra)
+        line = [row["op"], row["case"], row["kernel"], f"{row['rate']:.4g} {row['unit']}", row.get("best_peer") or "-", ratio]
+        lines.append(f"| {' | '.join([*line, *values])} |")
+    return lines
 
 
 BLOCK = GeneratedBlock("te_plugin.bench.tables", "performance tables", markdown)
