@@ -18,7 +18,7 @@ from te_plugin import numerics
 from te_plugin.ops.linear_checks import check_features
 from te_plugin.torch.call import apply
 from te_plugin.torch.grouped_gemm import GroupedGemmOptions
-from te_plugin.torch.linear import _main_grad_done
+from te_plugin.torch.linear import _main_grad_done, check_main_grad
 from te_plugin.torch.quantize import quantize_2d, quantize_experts
 from te_plugin.torch.state import LinearState, operand_options
 
@@ -151,12 +151,10 @@ def grouped_linear(
         raise ValueError(f"group_sizes must be int32 or int64, got {group_sizes.dtype}")
     if group_sizes.device != x.device:
         raise ValueError(f"group_sizes is on {group_sizes.device}, x on {x.device}")
-    if numerics.scaling(precision) is not None and numerics.scaling(precision).delayed:
-        precision_error = f"precision {precision} keeps a history per tensor, and the rows of an expert differ from step to step"
-        raise ValueError(f"{precision_error}; use fp8_current, fp8_rowwise, fp8_block or mxfp8 for experts")
+    refuse_delayed(precision)
     check_features(weight.shape[2], weight.shape[1], precision)
-    if accumulate_main_grad and getattr(weight, "main_grad", None) is None:
-        raise ValueError("accumulate_main_grad=True needs weight.main_grad, an FP32 tensor of the weight's shape")
+    if accumulate_main_grad:
+        check_main_grad(weight)
     options = GroupedOptions(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback)
     if numerics.scaling(precision) is None:  # a layer evaluated in BF16 leaves its FP8 state alone
         return apply(_PlainGroupedLinear, (x.contiguous(), weight, group_sizes), options)
@@ -170,6 +168,14 @@ def grouped_linear(
         # wgrad contracts over the rows, and tensor cores take them in multiples; these are surplus rows like any others.
         x = torch.nn.functional.pad(x, (0, 0, 0, padding))
     return apply(_Fp8GroupedLinear, (x, weight, group_sizes), state, options, torch.is_grad_enabled())[:rows]
+
+
+def refuse_delayed(precision: str) -> None:
+    """ValueError for delayed scaling of experts."""
+    kind = numerics.scaling(precision)
+    if kind is not None and kind.delayed:
+        raise ValueError(f"precision {precision} keeps a history per tensor, and the rows of an expert differ from step to step; "
+                         f"use fp8_current, fp8_rowwise, fp8_block or mxfp8 for experts")
 
 
 def align_groups(counts: torch.Tensor, multiple: int) -> torch.Tensor:

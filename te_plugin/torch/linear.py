@@ -185,8 +185,8 @@ def linear(
 def check_call(weight: torch.Tensor, state: LinearState | None, o: LinearOptions) -> None:
     """ValueError for what a linear call cannot do; tells the state that a forward begins."""
     check_features(weight.shape[1], weight.shape[0], o.precision)
-    if o.accumulate_main_grad and getattr(weight, "main_grad", None) is None:
-        raise ValueError("accumulate_main_grad=True needs weight.main_grad, an FP32 tensor of the weight's shape")
+    if o.accumulate_main_grad:
+        check_main_grad(weight)
     kind = numerics.scaling(o.precision)
     if kind is None:
         return
@@ -200,9 +200,21 @@ def check_call(weight: torch.Tensor, state: LinearState | None, o: LinearOptions
         state.begin(weight)
 
 
+def check_main_grad(weight: torch.Tensor) -> None:
+    """ValueError unless weight.main_grad is an FP32 tensor of the weight's shape on its device."""
+    grad = getattr(weight, "main_grad", None)
+    wanted = (torch.float32, weight.shape, weight.device)
+    if grad is None or (grad.dtype, grad.shape, grad.device) != wanted:
+        found = "there is none" if grad is None else f"it is {grad.dtype} {tuple(grad.shape)} on {grad.device}"
+        raise ValueError(f"accumulate_main_grad=True needs weight.main_grad, FP32 {tuple(weight.shape)} on {weight.device}; "
+                         f"{found}")
+
+
 def masked_rows(x: torch.Tensor, row_mask: torch.Tensor | None) -> torch.Tensor:
     """x[...,C] as rows [R,C], those that row_mask[...] calls False replaced by zeros."""
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if row_mask is not None and row_mask.numel() != flat.shape[0]:
+        raise ValueError(f"row_mask has shape {tuple(row_mask.shape)}, one value a row is needed: {tuple(x.shape[:-1])}")
     return flat if row_mask is None else torch.where(row_mask.reshape(-1, 1), flat, 0)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from te_plugin import numerics
 from te_plugin.ops.linear_checks import check_features
 from te_plugin.torch import functional as F
+from te_plugin.torch.grouped import refuse_delayed
 from te_plugin.torch.state import LinearState
 
 
@@ -67,6 +68,7 @@ class GroupedLinear(nn.Module):
     def __init__(self, num_groups: int, in_features: int, out_features: int, *, precision: str = "bf16", device=None, dtype=None,
                  kernel: str = "auto", fallback: str = "error", **state_options):
         super().__init__()
+        refuse_delayed(precision)
         check_features(in_features, out_features, precision)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.precision, self.kernel, self.fallback = precision, kernel, fallback

@@ -31,8 +31,15 @@ def _measure(cfg: Config, world: World) -> None:
     from te_plugin.torch.call import target_of
 
     tuner = tuning.enable()
+    failure: str | None = None
     if world.is_main:
-        for _, problem in problems_of(cfg):
-            if problem.op == "gemm":
-                plan(problem, target_of(world.device), fallback=cfg.run.fallback)
-    tuner.adopt(world.broadcast_object(tuner.choices()), "not among the products that were measured before the first step")
+        try:
+            for _, problem in problems_of(cfg):
+                if problem.op == "gemm":
+                    plan(problem, target_of(world.device), fallback=cfg.run.fallback)
+        except Exception as error:  # the other ranks wait for an answer: this is it
+            failure = f"run.tune=true: measuring the kernels failed: {error}"
+    answer = world.broadcast_object(failure or tuner.choices())
+    if isinstance(answer, str):
+        raise ConfigError(answer)
+    tuner.adopt(answer, "not among the products that were measured before the first step")

@@ -95,6 +95,25 @@ def test_rank_0_measures_every_fp8_product_of_the_run_and_all_ranks_take_its_cho
     assert set_tuner(None) is None
 
 
+def test_every_rank_hears_of_it_when_rank_0_cannot_measure(monkeypatch):
+    cfg = compose(["recipe=llama_tiny", "precision=fp8_current"], for_run=False)
+    cfg.run.tune = True
+    monkeypatch.setattr(tuning, "enable", lambda: SimpleNamespace(choices=dict))
+    monkeypatch.setattr(kernel_choice, "plan", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    monkeypatch.setattr("te_plugin.torch.call.target_of", lambda device: Target("sm90", "torch", local=True))
+    said = []
+    world = SimpleNamespace(device=torch.device("cuda", 0), is_main=True)
+    world.broadcast_object = lambda value: said.append(value) or value
+    with pytest.raises(ConfigError, match="measuring the kernels failed: out of memory"):
+        with kernel_choice.measured_kernels(cfg, world):
+            pass
+    assert len(said) == 1, "the other ranks wait for one answer"
+    world.is_main, world.broadcast_object = False, lambda value: said[0]
+    with pytest.raises(ConfigError, match="out of memory"):
+        with kernel_choice.measured_kernels(cfg, world):
+            pass
+
+
 def test_the_driver_is_named_by_its_own_version(tmp_path, monkeypatch):
     (tmp_path / "version").write_text("580.65.06\n")
     monkeypatch.setattr(tuning, "DRIVER_VERSION_FILE", tmp_path / "version")

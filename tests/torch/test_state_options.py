@@ -20,3 +20,24 @@ def test_a_call_and_its_state_agree_on_the_kind_of_scale():
         tp.linear(x, w, precision="fp8_current", state=tp.LinearState("fp8_current"), pow2_scale=True)
     with pytest.raises(ValueError, match="state has pow2_scale=True, the call asks for False"):
         tp.grouped_linear(x, w[None], torch.tensor([16]), "fp8_current", state=tp.LinearState("fp8_current", pow2_scale=True))
+
+
+@pytest.mark.parametrize("main_grad", [None, torch.zeros(32, 16, dtype=torch.bfloat16), torch.zeros(16, 32)])
+def test_main_grad_that_cannot_take_the_gradient_is_refused_before_the_forward(main_grad):
+    weight = torch.randn(32, 16).requires_grad_()
+    if main_grad is not None:
+        weight.main_grad = main_grad
+    for call in (lambda: tp.linear(torch.randn(4, 16), weight, accumulate_main_grad=True),
+                 lambda: tp.grouped_linear(torch.randn(4, 16), weight[None], torch.tensor([4]), accumulate_main_grad=True)):
+        with pytest.raises(ValueError, match="main_grad, FP32"):
+            call()
+
+
+def test_a_row_mask_needs_one_value_a_row():
+    with pytest.raises(ValueError, match=r"row_mask has shape \(1,\).*\(4,\)"):
+        tp.linear(torch.randn(4, 16), torch.randn(32, 16), row_mask=torch.tensor([True]))
+
+
+def test_a_grouped_layer_refuses_delayed_scaling_when_it_is_built():
+    with pytest.raises(ValueError, match="fp8_delayed keeps a history per tensor"):
+        tp.GroupedLinear(2, 32, 32, precision="fp8_delayed")
