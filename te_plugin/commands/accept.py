@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 
 from te_plugin.commands import launch
@@ -77,9 +76,7 @@ def _claim(out: Path, cfg: Config) -> None:
 
 
 def _run_arm(cfg: Config, folder: Path, processes: int | None) -> Verdict:
-    """One arm, in this process or in several; it continues where an earlier attempt stopped."""
-    started = (folder / launch.CONFIG_FILE).is_file()
-    cfg = replace(cfg, run=replace(cfg.run, dir=str(folder), resume=started))
+    """One arm, in this process or in several."""
     folder = launch.make_run_dir(cfg)
     if processes is None:
         launch.run_here(cfg, folder)

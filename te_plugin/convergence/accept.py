@@ -111,10 +111,8 @@ def accept(cfg: Config, out_dir: Path | str, run_arm: RunArm | None = None, sabo
             run_dir = out_dir / f"seed{index}" / name
             if not _finished(run_dir):
                 print(f"acceptance: seed {index}, {name}", flush=True)
-                verdict = run_arm(
-                    replace(arm, run=replace(arm.run, resume=(run_dir / "metrics.jsonl").exists(), dir=str(run_dir))),
-                    run_dir,
-                )
+                started = (run_dir / "config.resolved.yaml").exists()  # an arm continues where an earlier attempt stopped
+                verdict = run_arm(replace(arm, run=replace(arm.run, resume=started, dir=str(run_dir))), run_dir)
                 if verdict.status == "INCONCLUSIVE":
                     return _save(Verdict("INCONCLUSIVE", f"seed {index}, {name}: {verdict.reason}"), out_dir)
                 if verdict.status == "FAIL" and name in ("bf16", "twin"):
