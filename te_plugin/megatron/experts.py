@@ -15,12 +15,12 @@ from megatron.core.utils import divide, get_pg_rank, get_pg_size
 from te_plugin.config import ConfigError
 from te_plugin.megatron.arguments import initialise_shard, new_parameter, refuse_unknown
 from te_plugin.megatron.checkpoint import sharded_experts
-from te_plugin.megatron.linear import default_precision, make_state
-from te_plugin.megatron.quant import LinearPrecision, parse_payload, refuse_unsupported
+from te_plugin.megatron.linear import PrecisionLayer, default_precision
+from te_plugin.megatron.quant import parse_payload, refuse_unsupported
 from te_plugin.torch import functional
 
 
-class GroupedLinear(torch.nn.Module):
+class GroupedLinear(PrecisionLayer):
     """E linear layers as one grouped GEMM: y[m] = x[m] weight[expert of m]^T. weight[E, out, in]; split_dim 1: out, 2: in."""
 
     def __init__(self, num_experts: int, input_size: int, output_size: int, *, config, init_method, split_dim: int, stride: int,
@@ -41,7 +41,6 @@ class GroupedLinear(torch.nn.Module):
             for expert in range(num_experts):
                 initialise_shard(self.weight.data[expert], tuple(full[1:]), split_dim - 1, stride, get_pg_rank(self.tp_group),
                                  self.tp_size, init_method, is_expert=True)
-        # Megatron sets it at the start of a step; the FP8 copies of the weights then serve the step's other microbatches.
         self.is_first_microbatch = True
         self._set_precision(default_precision(config.params_dtype))
 
@@ -54,23 +53,8 @@ class GroupedLinear(torch.nn.Module):
                               "fp8_rowwise or fp8_block, or moe.grouped_gemm=false")
         self._set_precision(precision)
 
-    def _set_precision(self, precision: LinearPrecision) -> None:
-        self.precision = precision
-        self.reset_state()
-
-    def reset_state(self) -> None:
-        """A fresh FP8 state: no cached weight."""
-        self.state = make_state(self.precision)
-
     def forward(self, x: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        if self.is_first_microbatch:
-            self.is_first_microbatch = False
-            if self.state is not None:
-                self.state.new_step()
-        p = self.precision
-        return functional.grouped_linear(x, self.weight, tokens_per_expert, p.precision, state=self.state,
-                                         pow2_scale=p.pow2_scale, keep_transpose=p.keep_transpose,
-                                         accumulate_main_grad=p.main_grad, kernel=p.kernel, fallback=p.fallback)
+        return functional.grouped_linear(x, self.weight, tokens_per_expert, state=self.step_state(), **self.call_options())
 
     def extra_repr(self) -> str:
         return (f"experts={self.num_experts}, in={self.in_features}, out={self.out_features}, "

@@ -40,12 +40,38 @@ def make_state(precision: LinearPrecision) -> LinearState | None:
                        history_len=precision.amax_history_len, amax_compute=precision.amax_compute)
 
 
-class ParallelLinear(torch.nn.Module):
-    """What both directions share. `split_dim` is the weight dimension that tensor parallelism splits.
+class PrecisionLayer(torch.nn.Module):
+    """The precision of a layer with one `weight`, and its FP8 state.
 
     precision: the LinearPrecision in force (finish_init sets it from quant_recipe). is_first_microbatch: Megatron sets it at the
     start of a step; the FP8 copy of the weight made then serves the step's other microbatches.
     """
+
+    def _set_precision(self, precision: LinearPrecision) -> None:
+        self.precision = precision
+        self.reset_state()
+
+    def reset_state(self) -> None:
+        """A fresh FP8 state on torch's default device: no cached weight, no amax history."""
+        self.state = make_state(self.precision)
+
+    def step_state(self) -> LinearState | None:
+        """The FP8 state for one call; the first call of a step drops the weight that was cached in the step before."""
+        if self.is_first_microbatch:
+            self.is_first_microbatch = False
+            if self.state is not None:
+                self.state.new_step()
+        return self.state
+
+    def call_options(self) -> dict:
+        """The options of a call in this layer's precision that are neither tensors nor its state."""
+        p = self.precision
+        return dict(precision=p.precision, pow2_scale=p.pow2_scale, keep_transpose=p.keep_transpose,
+                    accumulate_main_grad=p.main_grad, kernel=p.kernel, fallback=p.fallback)
+
+
+class ParallelLinear(PrecisionLayer):
+    """What both directions share. `split_dim` is the weight dimension that tensor parallelism splits."""
 
     split_dim: int
 
@@ -102,28 +128,6 @@ class ParallelLinear(torch.nn.Module):
         if precision.precision != "fp32" and self.weight.dtype == torch.float32 and not precision.is_fp8:
             raise ConfigError(f"{where}: precision bf16 with FP32 parameters; set params_dtype=torch.bfloat16, or ask for fp32")
         self._set_precision(precision)
-
-    def _set_precision(self, precision: LinearPrecision) -> None:
-        self.precision = precision
-        self.reset_state()
-
-    def reset_state(self) -> None:
-        """A fresh FP8 state on torch's default device: no cached weight, no amax history."""
-        self.state = make_state(self.precision)
-
-    def step_state(self) -> LinearState | None:
-        """The FP8 state for one call; the first call of a step drops the weight that was cached in the step before."""
-        if self.is_first_microbatch:
-            self.is_first_microbatch = False
-            if self.state is not None:
-                self.state.new_step()
-        return self.state
-
-    def call_options(self) -> dict:
-        """The options of a call in this layer's precision that are neither tensors nor its state."""
-        p = self.precision
-        return dict(precision=p.precision, pow2_scale=p.pow2_scale, keep_transpose=p.keep_transpose,
-                    accumulate_main_grad=p.main_grad, kernel=p.kernel, fallback=p.fallback)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return functional.linear(x, self.weight, bias, state=self.step_state(), **self.call_options())

@@ -17,8 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from te_plugin.importing import ImportedWeights, is_weights_folder
 from te_plugin.megatron.arguments import take_shard
-from te_plugin.megatron.experts import GroupedLinear
-from te_plugin.megatron.linear import ParallelLinear
+from te_plugin.megatron.linear import PrecisionLayer
 from te_plugin.weights import initial_value, llama_weights
 
 Source = Callable[[str], np.ndarray | torch.Tensor]
@@ -184,6 +183,6 @@ def materialise(model: torch.nn.Module, cfg, device: torch.device | str) -> None
         vars(parameter).update(attributes[name])
     with torch.device(device):
         for module in model.modules():
-            if isinstance(module, (ParallelLinear, GroupedLinear)):
+            if isinstance(module, PrecisionLayer):
                 module.reset_state()
     initialise(model, cfg)

@@ -9,7 +9,6 @@ gradient are 0, and what they hold enters no scale.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -18,31 +17,27 @@ from te_plugin import numerics
 from te_plugin.ops.linear_checks import check_features
 from te_plugin.torch.call import apply
 from te_plugin.torch.grouped_gemm import GroupedGemmOptions
-from te_plugin.torch.linear import _main_grad_done, check_main_grad
-from te_plugin.torch.quantize import quantize_2d, quantize_experts
-from te_plugin.torch.state import LinearState, operand_options
+from te_plugin.torch.linear import (
+    LinearOptions,
+    _main_grad_done,
+    cast,
+    cast_weight,
+    check_main_grad,
+    check_state,
+    padded_rows,
+    saved_operands,
+)
+from te_plugin.torch.options import options as options_of
+from te_plugin.torch.state import LinearState
 
 
 @dataclass(frozen=True)
-class GroupedOptions:
-    """The non-tensor arguments of a grouped linear call; as LinearOptions."""
-
-    precision: str = "bf16"
-    pow2_scale: bool = False
-    keep_transpose: bool = True
-    accumulate_main_grad: bool = False
-    kernel: str = "auto"
-    fallback: str = "error"
+class GroupedOptions(LinearOptions):
+    """The non-tensor arguments of a grouped linear call."""
 
     def product(self, stage: str) -> str:
-        if torch.compiler.is_compiling():
-            return GroupedGemmOptions(self.precision, stage, self.kernel, self.fallback).key()
-        return _product_key(self.precision, stage, self.kernel, self.fallback)
-
-
-@functools.lru_cache(maxsize=1024)
-def _product_key(precision: str, stage: str, kernel: str, fallback: str) -> str:
-    return GroupedGemmOptions(precision, stage, kernel, fallback).key()
+        """The options of one of its products, spelled."""
+        return options_of(GroupedGemmOptions, self.precision, stage, self.kernel, self.fallback).key()
 
 
 def _used_rows(group_sizes: torch.Tensor) -> torch.Tensor:
@@ -78,37 +73,27 @@ class _PlainGroupedLinear(torch.autograd.Function):
 class _Fp8GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, group_sizes, state: LinearState | None, o: GroupedOptions, grad_enabled: bool):
-        kind = numerics.scaling(o.precision)
         need_dx, need_dw = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
-        keep = o.keep_transpose and need_dx
+        keep, record = o.keep_transpose and need_dx, need_dx or need_dw
         used = _used_rows(group_sizes)
-        if state is None:
-            xq = quantize_2d(x, operand_options(kind, "activation", o.pow2_scale, need_dw), used=used)
-            wq = quantize_experts(weight.detach(), operand_options(kind, "weight", o.pow2_scale, keep))
-        else:
-            record = need_dx or need_dw
-            xq = state.quantize(x, "activation", need_dw, record, used)
-            wq = state.quantized_weight(weight, keep, record)
+        xq = cast(x, "activation", need_dw, record, state, o, used)
+        wq = cast_weight(weight, keep, record, state, o)
         y = torch.ops.te_plugin.scaled_grouped_gemm(xq.data, xq.scale_inv, wq.data, wq.scale_inv, group_sizes,
                                                     o.product("forward"), x.dtype)
-        ctx.save_for_backward(xq.data_t, xq.scale_inv_t, wq.data_t if keep else None, wq.scale_inv_t if keep else None, weight,
-                              group_sizes, used)
-        ctx.state, ctx.o, ctx.kind = state, o, kind
+        ctx.save_for_backward(*saved_operands(xq, wq, keep, weight), group_sizes, used)
+        ctx.state, ctx.o = state, o
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x_t, x_scale_t, w_t, w_scale_t, weight, group_sizes, used = ctx.saved_tensors
-        o, kind, state = ctx.o, ctx.kind, ctx.state
+        o, state = ctx.o, ctx.state
         need_dx, need_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        if state is None:
-            dyq = quantize_2d(dy, operand_options(kind, "gradient", o.pow2_scale, need_dw), used=used)
-        else:
-            dyq = state.quantize(dy, "gradient", need_dw, True, used)
+        dyq = cast(dy, "gradient", need_dw, True, state, o, used)
         dx = dw = None
         if need_dx:
             if w_t is None:
-                wq = quantize_experts(weight.detach(), operand_options(kind, "weight", o.pow2_scale, True))
+                wq = cast(weight.detach(), "weight", True, False, state, o)
                 w_t, w_scale_t = wq.data_t, wq.scale_inv_t
             dx = torch.ops.te_plugin.scaled_grouped_gemm(dyq.data, dyq.scale_inv, w_t, w_scale_t, group_sizes,
                                                          o.product("dgrad"), dy.dtype)
@@ -155,19 +140,13 @@ def grouped_linear(
     check_features(weight.shape[2], weight.shape[1], precision)
     if accumulate_main_grad:
         check_main_grad(weight)
-    options = GroupedOptions(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback)
+    options = options_of(GroupedOptions, precision, bool(pow2_scale), keep_transpose, accumulate_main_grad, kernel, fallback)
     if numerics.scaling(precision) is None:  # a layer evaluated in BF16 leaves its FP8 state alone
         return apply(_PlainGroupedLinear, (x.contiguous(), weight, group_sizes), options)
-    if state is not None and state.precision != precision:
-        raise ValueError(f"state belongs to precision {state.precision!r}, the call asks for {precision!r}")
-    if state is not None and state.pow2_scale != bool(pow2_scale):
-        raise ValueError(f"state has pow2_scale={state.pow2_scale}, the call asks for {pow2_scale}; give both the same")
-    rows = x.shape[0]
-    padding = -rows % numerics.scaling(precision).row_multiple if x.is_cuda else 0
-    if padding:
-        # wgrad contracts over the rows, and tensor cores take them in multiples; these are surplus rows like any others.
-        x = torch.nn.functional.pad(x, (0, 0, 0, padding))
-    return apply(_Fp8GroupedLinear, (x, weight, group_sizes), state, options, torch.is_grad_enabled())[:rows]
+    if state is not None:
+        check_state(state, options)
+    rows = padded_rows(x, precision)  # surplus rows like any others
+    return apply(_Fp8GroupedLinear, (rows, weight, group_sizes), state, options, torch.is_grad_enabled())[:x.shape[0]]
 
 
 def refuse_delayed(precision: str) -> None:

@@ -15,7 +15,7 @@ from te_plugin.ops.linear_checks import check_features
 from te_plugin.torch.call import apply
 from te_plugin.torch.gemm import Operand, plain_gemm, scaled_gemm
 from te_plugin.torch.options import options as options_of
-from te_plugin.torch.quantize import QuantizedTensor, quantize_2d
+from te_plugin.torch.quantize import QuantizedTensor, quantize_operand
 from te_plugin.torch.state import LinearState, operand_options
 
 
@@ -83,7 +83,7 @@ class _Fp8Linear(torch.autograd.Function):
         xq = cast(x, "activation", need_dw, record, state, o)
         wq = cast_weight(weight, keep, record, state, o)
         y = scaled_gemm(Operand.rowwise(xq), Operand.rowwise(wq), x.dtype, None, o.kernel, o.fallback)
-        ctx.save_for_backward(xq.data_t, xq.scale_inv_t, wq.data_t if keep else None, wq.scale_inv_t if keep else None, weight)
+        ctx.save_for_backward(*saved_operands(xq, wq, keep, weight))
         ctx.state, ctx.o = state, o
         return y
 
@@ -95,12 +95,13 @@ class _Fp8Linear(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-def cast(x: torch.Tensor, operand: str, transpose: bool, record: bool, state: LinearState | None,
-         o: LinearOptions) -> QuantizedTensor:
-    """x[R,C] in FP8 as one operand (activation, weight or gradient) of a layer."""
+def cast(x: torch.Tensor, operand: str, transpose: bool, record: bool, state: LinearState | None, o: LinearOptions,
+         used: torch.Tensor | None = None) -> QuantizedTensor:
+    """x[R,C], or experts' weights [E,N,K], in FP8 as one operand (activation, weight or gradient) of a layer. used: as in
+    quantize_2d."""
     if state is not None:
-        return state.quantize(x, operand, transpose, record)
-    return quantize_2d(x, operand_options(numerics.scaling(o.precision), operand, o.pow2_scale, transpose))
+        return state.quantize(x, operand, transpose, record, used)
+    return quantize_operand(x, operand_options(numerics.scaling(o.precision), operand, o.pow2_scale, transpose), used=used)
 
 
 def cast_weight(weight: torch.Tensor, transpose: bool, record: bool, state: LinearState | None,
@@ -108,14 +109,19 @@ def cast_weight(weight: torch.Tensor, transpose: bool, record: bool, state: Line
     """The weight in FP8, from the cache of its state where there is one."""
     if state is not None:
         return state.quantized_weight(weight, transpose, record)
-    return quantize_2d(weight, operand_options(numerics.scaling(o.precision), "weight", o.pow2_scale, transpose))
+    return cast(weight.detach(), "weight", transpose, record, None, o)
+
+
+def saved_operands(xq: QuantizedTensor, wq: QuantizedTensor, keep: bool, weight: torch.Tensor) -> tuple:
+    """What the gradients of a product need: x^T and its scales, W^T and its scales (keep; else None), W."""
+    return xq.data_t, xq.scale_inv_t, wq.data_t if keep else None, wq.scale_inv_t if keep else None, weight
 
 
 def fp8_gradients(dyq: QuantizedTensor, dtype: torch.dtype, saved, state: LinearState | None, o: LinearOptions, need_dx: bool,
                   need_dw: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(dx in `dtype`, dw) of y = x W^T from the quantised dy.
 
-    saved: x^T and its scales, W^T and its scales (None: W is quantised again), W. dw is None, or Megatron's placeholder, when it
+    saved: saved_operands; without W^T, W is quantised again. dw is None, or Megatron's placeholder, when it
     went into main_grad.
     """
     x_t, x_scale_t, w_t, w_scale_t, weight = saved
@@ -193,11 +199,16 @@ def check_call(weight: torch.Tensor, state: LinearState | None, o: LinearOptions
     if kind.delayed and state is None:
         raise ValueError(f"precision {o.precision} keeps amax histories: pass state=LinearState({o.precision!r})")
     if state is not None:
-        if state.precision != o.precision:
-            raise ValueError(f"state belongs to precision {state.precision!r}, the call asks for {o.precision!r}")
-        if state.pow2_scale != o.pow2_scale:
-            raise ValueError(f"state has pow2_scale={state.pow2_scale}, the call asks for {o.pow2_scale}; give both the same")
+        check_state(state, o)
         state.begin(weight)
+
+
+def check_state(state: LinearState, o: LinearOptions) -> None:
+    """ValueError where a layer's state was made for another way to quantise than the call asks for."""
+    if state.precision != o.precision:
+        raise ValueError(f"state belongs to precision {state.precision!r}, the call asks for {o.precision!r}")
+    if state.pow2_scale != o.pow2_scale:
+        raise ValueError(f"state has pow2_scale={state.pow2_scale}, the call asks for {o.pow2_scale}; give both the same")
 
 
 def check_main_grad(weight: torch.Tensor) -> None:

@@ -27,6 +27,7 @@ from te_plugin.torch.linear import (
     linear_options,
     masked_rows,
     padded_rows,
+    saved_operands,
 )
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.pointwise import PointwiseOptions, rms_norm, swiglu
@@ -102,11 +103,6 @@ def _norm_backward(dnormed, x, norm_weight, rstd, o: NormLinearOptions):
     return dx, dw.to(norm_weight.dtype)
 
 
-def _saved(xq: QuantizedTensor, wq: QuantizedTensor, keep: bool, weight: torch.Tensor) -> tuple:
-    """What fp8_gradients wants of a product."""
-    return xq.data_t, xq.scale_inv_t, wq.data_t if keep else None, wq.scale_inv_t if keep else None, weight
-
-
 class _Fp8NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, norm_weight, weight, state: LinearState | None, o: NormLinearOptions):
@@ -116,7 +112,7 @@ class _Fp8NormLinear(torch.autograd.Function):
         xq, rstd = _norm_cast(padded_rows(x, o.linear.precision), norm_weight, need_dw, record, state, o)
         wq = cast_weight(weight, keep, record, state, o.linear)
         y = scaled_gemm(Operand.rowwise(xq), Operand.rowwise(wq), x.dtype, None, o.linear.kernel, o.linear.fallback)
-        ctx.save_for_backward(x, norm_weight, rstd, *_saved(xq, wq, keep, weight))
+        ctx.save_for_backward(x, norm_weight, rstd, *saved_operands(xq, wq, keep, weight))
         ctx.state, ctx.o = state, o
         return y  # with padded_rows' zeros: the caller cuts them, because a view made here could not be changed in place
 
@@ -152,8 +148,8 @@ class _Fp8MLP(torch.autograd.Function):
         aq = _swiglu_cast(h, need[3], record2, state2, o)
         w2q = cast_weight(w2, keep2, record2, state2, o.linear)
         y = scaled_gemm(Operand.rowwise(aq), Operand.rowwise(w2q), x.dtype, None, kernel, fallback)
-        ctx.save_for_backward(None if norm_weight is None else x, norm_weight, rstd, h, *_saved(xq, w1q, keep1, w1),
-                              *_saved(aq, w2q, keep2, w2))
+        ctx.save_for_backward(None if norm_weight is None else x, norm_weight, rstd, h, *saved_operands(xq, w1q, keep1, w1),
+                              *saved_operands(aq, w2q, keep2, w2))
         ctx.states, ctx.o, ctx.rows = (state1, state2), o, x.shape[0]
         return y  # with padded_rows' zeros, as above
 

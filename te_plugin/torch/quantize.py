@@ -274,6 +274,12 @@ def quantize_experts(weight: torch.Tensor, options: QuantizeOptions) -> Quantize
     return as_tensor(quantise(weight, options.key()), options.granularity, options.format, options.transpose)
 
 
+def quantize_operand(x: torch.Tensor, options: QuantizeOptions, scale: torch.Tensor | None = None,
+                     used: torch.Tensor | None = None) -> QuantizedTensor:
+    """An operand of a layer by ready-made options: rows x[R,C] as quantize_2d, or experts' weights [E,N,K]."""
+    return quantize_experts(x, options) if x.dim() == 3 else quantize_2d(x, options, scale, used)
+
+
 def quantize(
     x: torch.Tensor,
     dtype: str = "e4m3",

@@ -8,7 +8,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from te_plugin import numerics
 from te_plugin.torch.options import options as options_of
-from te_plugin.torch.quantize import QuantizedTensor, QuantizeOptions, quantize_2d, quantize_experts, scale_from_amax
+from te_plugin.torch.quantize import QuantizedTensor, QuantizeOptions, quantize_2d, quantize_operand, scale_from_amax
 
 AMAX_COMPUTE = ("max", "most_recent")
 
@@ -197,7 +197,7 @@ class LinearState(nn.Module):
             if not torch.compiler.is_compiling():
                 self._uncalibrated.discard(operand)
         options, scale = self.cast_of(operand, transpose)
-        made = quantize_experts(x, options) if x.dim() == 3 else quantize_2d(x, options, scale, used=used)
+        made = quantize_operand(x, options, scale, used)
         self.note(operand, made, record)
         return made
 
