@@ -71,12 +71,12 @@ inline QuantArgs check_quantize(const QuantOutputs& o, int64_t R, int64_t C, int
 template <int = 0>
 __global__ void zero_stats_kernel(float* stats) {
   ptx::let_next_kernel_start();
-  stats[0] = 0.f, stats[1] = 0.f;
+  stats[threadIdx.x] = 0.f;
 }
 
 // Zeroes stats, deals with empty tensors. False: nothing is left to do.
 inline bool begin_quantize(const Launch& l, const QuantArgs& q, int64_t granularity) {
-  zero_stats_kernel<<<1, 1, 0, l.stream>>>(q.stats);
+  zero_stats_kernel<<<1, 2, 0, l.stream>>>(q.stats);
   if (q.R > 0 && q.C > 0) return true;
   // What has no values has amax 0: scale 1 (a tensor's scale, or the columns of a transposed copy of no rows).
   const bool row = granularity == kRow;
