@@ -38,10 +38,11 @@ def inside(cu, start, rows) -> np.ndarray:
 
 def offsets(cu, start, rows, q_strides=(7, 1), kv_strides=(2**33,), kv=None):
     kv_cu, kv_start, kv_rows = kv or (cu, start, rows)
-    segments = len(cu) - 1
-    made = (gpu.poisoned((2, segments), torch.float32).int(), torch.full((len(q_strides) + len(kv_strides), segments + 1), -1, device="cuda"),
-            torch.full((1,), -1, dtype=torch.int32, device="cuda"))  # fmt: skip
-    gpu.call("segment_offsets", int32(cu), int32(start), int32(kv_cu), int32(kv_start), rows, kv_rows, q_strides, kv_strides, 1, *made)
+    segments, strides = len(cu) - 1, len(q_strides) + len(kv_strides)
+    outputs = (((2, segments), torch.int32), ((strides, segments + 1), torch.int64), ((1,), torch.int32))
+    made = [torch.full(shape, -1, dtype=dtype, device="cuda") for shape, dtype in outputs]
+    lists = [int32(values) for values in (cu, start, kv_cu, kv_start)]
+    gpu.call("segment_offsets", *lists, rows, kv_rows, q_strides, kv_strides, 1, *made)
     return [t.cpu().numpy() for t in made]
 
 

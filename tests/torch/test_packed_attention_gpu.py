@@ -37,7 +37,8 @@ def gradients(kernel: str, tensors, **lists) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("cu,padded", [
-    ([0, 30, 70], None), ([0, 30, 20], None), ([0, 5, 5, 10], [0, 50, 20, 64]), ([0, 30, 60], [0, 10, 64]), ([0, 9, 5], [-9, 3, 64]),
+    ([0, 30, 70], None), ([0, 30, 20], None), ([0, 5, 5, 10], [0, 50, 20, 64]), ([0, 30, 60], [0, 10, 64]),
+    ([0, 9, 5], [-9, 3, 64]),
 ])  # fmt: skip
 def test_lists_that_lie_give_nan_and_no_fault(kernel, cu, padded):
     lists = {"cu_seqlens_q": int32(cu)} | ({"cu_seqlens_q_padded": int32(padded)} if padded else {})
