@@ -13,13 +13,11 @@ from te_plugin.ops.qkv_rope.problem import QkvRopeProblem
 from te_plugin.ops.qkv_rope_quantize.problem import QkvRopeQuantizeProblem
 from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch import launches
-from te_plugin.torch.call import TORCH_DTYPE, define, dtype_name, empty, launch, target_of
+from te_plugin.torch.call import TORCH_DTYPE, addressable, define, dtype_name, empty, launch, target_of
 from te_plugin.torch.options import Options
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.pointwise import PointwiseOptions, positions_of, rope_impl
 from te_plugin.torch.quantize import QuantizeOptions, quantize_impl
-
-ALIGNMENT = 16  # bytes: the rows of the quantising kernel's input start there
 
 
 @dataclass(frozen=True)
@@ -155,9 +153,7 @@ def _quantize(qkv, positions, inv_freq, scale, options: str):
         launches.record(chosen, "forward")
         return _quantize_separately(qkv, positions, inv_freq, scale, o)
     outputs = _quantize_outputs(qkv, o)
-    if qkv.data_ptr() % ALIGNMENT or qkv.stride(0) * qkv.element_size() % ALIGNMENT:
-        qkv = qkv.clone(memory_format=torch.contiguous_format)
-    launch(chosen, "forward", qkv, positions, inv_freq, scale, *outputs, *chosen.attributes)
+    launch(chosen, "forward", addressable(qkv), positions, inv_freq, scale, *outputs, *chosen.attributes)
     return outputs
 
 
