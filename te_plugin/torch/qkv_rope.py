@@ -203,9 +203,9 @@ def _checked(name: str, qkv, positions, inv_freq, cu_seqlens, heads: int, kv_hea
     pairs = width // rows_of // 2
     if inv_freq.shape != (pairs,) or inv_freq.dtype != torch.float32:
         raise ValueError(f"{name}: inv_freq must be FP32[{pairs}] for D={2 * pairs}, got {inv_freq.dtype}{list(inv_freq.shape)}")
+    if (positions is None) == (cu_seqlens is None):
+        raise ValueError(f"{name} needs positions[T] or cu_seqlens[N+1], and not both")
     if positions is None:
-        if cu_seqlens is None:
-            raise ValueError(f"{name} needs positions[T] or cu_seqlens[N+1]")
         positions = positions_of(cu_seqlens, tokens)
     if positions.shape != (tokens,):
         raise ValueError(f"{name}: positions has shape {tuple(positions.shape)}, qkv has {tokens} rows")
@@ -217,13 +217,13 @@ def qkv_rope(qkv: torch.Tensor, positions: torch.Tensor | None = None, *, heads:
              fallback: str = "error") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split qkv[T, (H+2G)*D] into q[T,H,D], k[T,G,D], v[T,G,D], with q and k rotated: the bytes of `rope` on each of them.
 
-    positions[T] (int32), inv_freq[D/2] (FP32), cu_seqlens: as for rope. FP32, BF16 or FP16; rows of qkv may be apart.
+    positions[T] (int32) or cu_seqlens[N+1], inv_freq[D/2] (FP32): as for rope. FP32, BF16 or FP16; rows of qkv may be apart.
     layout: "split" (heads of q, then k, then v) or "grouped" (Megatron: for each kv head its heads of q, then k, then v).
     The gradient of qkv is made in one pass over those of q, k and v.
     Raises ValueError for shapes that do not fit and an unknown layout, PlanError when no kernel can run it.
     """
     qkv, positions = _checked("qkv_rope", qkv, positions, inv_freq, cu_seqlens, heads, kv_heads)
-    return _QkvRope.apply(qkv, positions, inv_freq, QkvRopeOptions(heads, kv_heads, layout, kernel, fallback))
+    return _QkvRope.apply(qkv, positions, inv_freq, QkvRopeOptions(int(heads), int(kv_heads), layout, kernel, fallback))
 
 
 def qkv_rope_quantize(qkv: torch.Tensor, positions: torch.Tensor | None = None, *, heads: int, kv_heads: int,
@@ -243,6 +243,6 @@ def qkv_rope_quantize(qkv: torch.Tensor, positions: torch.Tensor | None = None, 
         raise ValueError(f"qkv_rope_quantize: scale must be FP32[3], those of q, k and v; got {scale.dtype}{list(scale.shape)}")
     if scale is not None and pow2_scale:
         raise ValueError("qkv_rope_quantize: pow2_scale chooses scales, and scale gives them; leave one of them out")
-    options = options_of(QkvRopeQuantizeOptions, heads, kv_heads, layout, dtype, bool(pow2_scale), scale is not None, kernel,
-                         fallback)
+    options = options_of(QkvRopeQuantizeOptions, int(heads), int(kv_heads), layout, dtype, bool(pow2_scale), scale is not None,
+                         kernel, fallback)
     return QuantizedQkv(*torch.ops.te_plugin.qkv_rope_quantize(qkv, positions, inv_freq, scale, options.key()))

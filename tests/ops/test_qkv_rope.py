@@ -291,7 +291,8 @@ def test_problems_that_make_no_sense(change, message):
     ({"inv_freq": torch.zeros(8)}, r"inv_freq must be FP32\[4\] for D=8"),
     ({"inv_freq": torch.zeros(4, dtype=torch.float64)}, r"inv_freq must be FP32\[4\] for D=8"),
     ({"positions": torch.zeros(3, dtype=torch.int32)}, r"positions has shape \(3,\), qkv has 2 rows"),
-    ({"positions": None}, r"needs positions\[T\] or cu_seqlens\[N\+1\]"),
+    ({"positions": None}, r"needs positions\[T\] or cu_seqlens\[N\+1\], and not both"),
+    ({"cu_seqlens": torch.tensor([0, 2], dtype=torch.int32)}, r"needs positions\[T\] or cu_seqlens\[N\+1\], and not both"),
     ({"layout": "mixed"}, "layout='mixed' is not one of split, grouped"),
     ({"qkv": torch.zeros(2, 32, dtype=torch.float8_e4m3fn)}, "dtype torch.float8_e4m3fn is not one of"),
 ])  # fmt: skip
