@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
@@ -108,14 +109,17 @@ def _prepared(rows, columns, dtype, device, key):
     return _plan(rows, columns, dtype, device, key), _stage(o), _specs(rows, columns, o)
 
 
-def quantize_impl(x, scale, options: str):
-    """x[R,C] (rows may be strided) -> data, scale_inv, data_t, scale_inv_t, stats; None for transposed copies not asked for."""
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """x[R,C] as the kernels read it: a copy where columns are apart, or rows share memory (the gradient of a sum over rows)."""
     rows, columns = x.shape
     row, column = x.stride()
-    if (column != 1 and columns != 1) or (row < columns and rows > 1):
-        x = x.contiguous()  # columns apart, or rows that share memory (the gradient of a sum over rows)
-    device = x.device
-    chosen, stage, specs = _prepared(rows, columns, dtype_name(x), device, options)
+    return x.contiguous() if (column != 1 and columns != 1) or (row < columns and rows > 1) else x
+
+
+def quantize_impl(x, scale, options: str):
+    """x[R,C] (rows may be strided) -> data, scale_inv, data_t, scale_inv_t, stats; None for transposed copies not asked for."""
+    x, device = readable(x), x.device
+    chosen, stage, specs = _prepared(*x.shape, dtype_name(x), device, options)
     outputs = _allocated(specs, device)
     _fill(chosen, stage, x, scale, outputs)
     return outputs
@@ -207,7 +211,8 @@ def as_tensor(outputs, granularity: str, format: str, transpose: bool) -> Quanti
     return QuantizedTensor(data, scale_inv, granularity, format, stats, data_t, scale_inv_t)
 
 
-def _expert_outputs(weight, o: QuantizeOptions):
+def expert_outputs(weight, o: QuantizeOptions):
+    """Room for data, scale_inv, data_t, scale_inv_t, stats of quantised experts' weights [E,N,K]; None for copies not asked for."""
     experts, n, k = weight.shape
     fp8, scale_dtype = TORCH_DTYPE[o.format], torch.uint8 if o.granularity == "mx" else torch.float32
     shape = lambda r, c: (experts,) if o.granularity == "tensor" else (experts, *scale_shape(r, c, o.granularity))  # noqa: E731
@@ -220,7 +225,7 @@ def _experts_one_by_one(weight, o: QuantizeOptions, key: str):
     """Every expert is read once and both its copies written: best where one of them fills the GPU."""
     experts, n, k = weight.shape
     chosen, stage, _ = _prepared(n, k, dtype_name(weight), weight.device, key)
-    data, scale_inv, data_t, scale_inv_t, _ = _expert_outputs(weight, o)
+    data, scale_inv, data_t, scale_inv_t, _ = expert_outputs(weight, o)
     stats = empty((experts, 2), torch.float32, weight.device)
     of = lambda scales, e: scales[e:e + 1] if o.granularity == "tensor" else scales[e]  # noqa: E731
     for e in range(experts):
@@ -260,7 +265,7 @@ def _quantize_experts(weight, options: str):
 
 define("quantize_experts(Tensor weight, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
        lambda weight, options: as_op(_quantize_experts(weight, options)),
-       lambda weight, options: as_op(_expert_outputs(weight, QuantizeOptions.from_key(options))))
+       lambda weight, options: as_op(expert_outputs(weight, QuantizeOptions.from_key(options))))
 
 
 def quantize_experts(weight: torch.Tensor, options: QuantizeOptions) -> QuantizedTensor:
@@ -309,7 +314,7 @@ def quantize(
         QuantizeProblem(1, 1, "fp32", dtype, granularity)  # its ValueError names the wrong one
     pow2_scale = bool(pow2_scale) and amax is None
     options = options_of(QuantizeOptions, dtype, granularity, pow2_scale, bool(transpose), amax is not None, kernel, fallback)
-    made = quantize_2d(x.detach().reshape(-1, x.shape[-1]), options, scale)
+    made = quantize_2d(x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1]), options, scale)
     made.shape = x.shape
     return made
 
