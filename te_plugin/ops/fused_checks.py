@@ -1,6 +1,6 @@
 """What the ops that end in a quantisation share: the limits of the fused kernels, and the way without fusion.
 
-A problem of such an op has `parts()`: the op and the quantisation (or, in quantize_many, the quantisations) that its kernel replaces.
+A problem of such an op has `parts()`: the op and the quantisation, or the quantisations, that its kernel replaces.
 """
 
 from __future__ import annotations

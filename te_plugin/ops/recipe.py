@@ -114,7 +114,7 @@ def problems_of(cfg) -> list[tuple[str, object]]:
 
 
 def refreshes_weights(cfg) -> bool:
-    """Whether a step begins with the quantisation of all weights together; the layers' own casts then run in the first step only."""
+    """Whether a step begins with the quantisation of all weights together; the layers' own casts run in the first step then."""
     return (numerics.scaling(cfg.precision.name) is not None and cfg.precision.weight_cache == "per_step"
             and cfg.parallel.name != "fsdp2" and cfg.adapter.name == "megatron")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 
@@ -71,6 +72,7 @@ def _plan(rows, columns, dtype, device, key) -> Plan:
     return plan(problem, target_of(device), o.kernel, o.fallback)
 
 
+@functools.lru_cache(maxsize=4096)
 def _specs(rows: int, columns: int, o: QuantizeOptions):
     """Shape and dtype of data, scale_inv, data_t, scale_inv_t, stats of a quantised [rows, columns]; None: not asked for."""
     fp8, scale = TORCH_DTYPE[o.format], torch.uint8 if o.granularity == "mx" else torch.float32
@@ -212,7 +214,7 @@ def as_tensor(outputs, granularity: str, format: str, transpose: bool) -> Quanti
 
 
 def expert_outputs(weight, o: QuantizeOptions):
-    """Room for data, scale_inv, data_t, scale_inv_t, stats of quantised experts' weights [E,N,K]; None for copies not asked for."""
+    """outputs_of for experts' weights [E,N,K]: scales of an expert's own."""
     experts, n, k = weight.shape
     fp8, scale_dtype = TORCH_DTYPE[o.format], torch.uint8 if o.granularity == "mx" else torch.float32
     shape = lambda r, c: (experts,) if o.granularity == "tensor" else (experts, *scale_shape(r, c, o.granularity))  # noqa: E731

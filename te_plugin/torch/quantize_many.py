@@ -71,7 +71,7 @@ def _each(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _of_weights(tensors, stats: torch.Tensor, rows: list[torch.Tensor]) -> list[torch.Tensor]:
-    """stats[2] of every tensor from those of every matrix: experts' are joined, in launches that do not grow with their number."""
+    """stats[2] of every tensor from those of every matrix; experts' are joined, in a few launches for all weights."""
     found, first, experts = [], 0, {}
     for number, x in enumerate(tensors):
         size = x.shape[0] if x.dim() == 3 else 1

@@ -26,16 +26,15 @@ def refresh_weights(model: nn.Module | Iterable[nn.Module]) -> RefreshReport:
     """Quantise every stale FP8 weight of a model in a few launches, and put it where the layers' forward looks for it.
 
     For layers with a `weight` and a LinearState in `state`: Linear, LayerNormLinear, LayerNormMLP, GroupedLinear and those of the
-    Megatron adapter. Call it once a step, after the optimizer and before the first forward, in place of nothing else: numbers,
-    amax histories, scales and counters stay those of the lazy way, bit for bit, because a layer that finds its weight
-    quantised still records it at its own first use. Launches grow with the kinds of weights (dtype, device, recipe, experts or
-    not), not with their number.
+    Megatron adapter. Call it once a step, after the optimizer and before the first forward; it replaces no other call. Numbers,
+    amax histories, scales and counters stay those of the lazy way, bit for bit: a layer that finds its weight quantised still
+    records its amax at its own first use. Launches grow with the kinds of weights (dtype, device, recipe), not with their number.
 
-    Left to the forward, which quantises them as ever, and named in the report: a layer that has not trained yet (its first forward
-    says which copies it needs, and begins delayed scaling); weights that FSDP2 shards (DTensor: the whole weight exists within the
-    layer's forward only); weight_cache=False. Under activation recompute and CUDA graphs nothing
-    differs from the lazy way. Weights must hold their values: where something fills them later, as Megatron's
-    overlap_param_gather does in hooks of the forward, call it after that or not at all.
+    Left to the forward, which quantises them as ever, and named in the report: a layer that has not trained yet (its first
+    forward says which copies it needs, and begins delayed scaling); weights that FSDP2 shards (DTensor: the whole weight exists
+    within the layer's forward only); weight_cache=False. Activation recompute sees the same copies. Weights must hold their
+    values: where something fills them later, as Megatron's overlap_param_gather does in hooks of the forward, call it after that
+    or not at all.
     """
     groups, quantised, left = defaultdict(list), [], {}
     for name, layer in _fp8_layers(model):
@@ -64,8 +63,8 @@ def _fp8_layers(model: nn.Module | Iterable[nn.Module]) -> Iterator[tuple[str, n
     seen = set()
     for root in [model] if isinstance(model, nn.Module) else model:
         for name, module in root.named_modules():
-            state = getattr(module, "state", None)
-            if isinstance(state, LinearState) and isinstance(getattr(module, "weight", None), torch.Tensor) and id(state) not in seen:
+            state, weight = getattr(module, "state", None), getattr(module, "weight", None)
+            if isinstance(state, LinearState) and isinstance(weight, torch.Tensor) and id(state) not in seen:
                 seen.add(id(state))
                 yield name, module
 

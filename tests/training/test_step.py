@@ -154,7 +154,7 @@ def test_fused_norms_and_activations_change_no_bit_of_a_run(small, tmp_path, pre
 @pytest.mark.parametrize("overrides", [("precision=fp8_current",), ("precision=fp8_delayed",), ("precision=fp8_block",),
                                        ("precision=fp8_current", "moe=tiny")], ids=" ".join)  # fmt: skip
 def test_weights_quantised_together_change_no_bit_of_a_run(small, tmp_path, monkeypatch, overrides):
-    """kernels.json shows one launch a step after the first, whatever the number of layers, and no cast of a weight beside it."""
+    """kernels.json shows one call a step after the first, whatever the number of layers."""
     wide = ["model.hidden_size=128", "model.num_heads=4", "model.num_kv_heads=4", "model.ffn_hidden_size=256",
             "schedule.stop_after_steps=4", *overrides]  # fmt: skip
     train(small(*wide, "model.num_layers=3"), tmp_path / "deeper")
