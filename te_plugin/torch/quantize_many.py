@@ -8,27 +8,30 @@ from collections.abc import Sequence
 import torch
 
 from te_plugin.ops.quantize_many.problem import QuantizeManyProblem
-from te_plugin.plan import Plan, plan, remember_unmeasured
+from te_plugin.plan import plan, remember_unmeasured
 from te_plugin.torch import launches
 from te_plugin.torch.call import define, dtype_name, launch, target_of
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.quantize import (
     QuantizedTensor,
     QuantizeOptions,
+    allocated,
     as_op,
     as_tensor,
-    expert_outputs,
     outputs_of,
     quantize_operand,
     readable,
+    specs_of,
 )
 
 
 @remember_unmeasured
-def _plan(shapes, dtype, device, key) -> Plan:
+def _prepared(shapes, dtype, device, key):
+    """What a call needs besides its tensors: the plan, and shape and dtype of the copies of every tensor."""
     o = QuantizeOptions.from_key(key)
-    problem = QuantizeManyProblem.of(shapes, dtype, o.format, o.granularity, o.pow2_scale, o.transpose, o.delayed)
-    return plan(problem, target_of(device), o.kernel, o.fallback)
+    matrices = [shape[-2:] for shape in shapes for _ in range(shape[0] if len(shape) == 3 else 1)]
+    problem = QuantizeManyProblem.of(matrices, dtype, o.format, o.granularity, o.pow2_scale, o.transpose, o.delayed)
+    return plan(problem, target_of(device), o.kernel, o.fallback), [specs_of(shape, o)[:4] for shape in shapes]
 
 
 def quantize_operands(tensors: Sequence[torch.Tensor], o: QuantizeOptions,
@@ -37,40 +40,33 @@ def quantize_operands(tensors: Sequence[torch.Tensor], o: QuantizeOptions,
 
     o.kernel: a kernel of quantize_many. scales: FP32[1] a tensor, with o.delayed only. The fast path: no checks, no autograd.
     """
-    shapes = tuple(tuple(x.shape[-2:]) for x in tensors for _ in range(x.shape[0] if x.dim() == 3 else 1))
-    chosen = _plan(shapes, dtype_name(tensors[0]), tensors[0].device, o.key())
+    device = tensors[0].device
+    chosen, specs = _prepared(tuple([tuple(x.shape) for x in tensors]), dtype_name(tensors[0]), device, o.key())
     if chosen.kernel.library is None:
         launches.record(chosen, "forward")
         alone = dataclasses.replace(o, kernel="auto")
         return [quantize_operand(x, alone, scale) for x, scale in zip(tensors, scales or [None] * len(tensors), strict=True)]
-    return _together(chosen, tensors, o, scales or (), len(shapes))
-
-
-def _together(chosen: Plan, tensors, o: QuantizeOptions, scales, count: int) -> list[QuantizedTensor]:
-    """One call of the planned kernel on `count` matrices; those of experts write into slices of their weight's outputs."""
-    device = tensors[0].device
-    stats = torch.empty(count, 2, dtype=torch.float32, device=device)
-    made, lists = [], tuple([] for _ in range(5))  # x, data, scale_inv, data_t, scale_inv_t
-    for x in tensors:
+    made, lists = [], tuple([] for _ in range(5))  # x, data, scale_inv, data_t, scale_inv_t of every matrix
+    for x, copies in zip(tensors, specs, strict=True):
         experts = x.dim() == 3
-        x = x.contiguous() if experts else readable(x)
-        *copies, _ = expert_outputs(x, o) if experts else outputs_of(*x.shape, device, o)
-        made.append(copies)
-        for name, tensor in zip(lists, (x, *copies), strict=True):
+        outputs = allocated(copies, device)
+        made.append(outputs)
+        for each, tensor in zip(lists, (x.contiguous() if experts else readable(x), *outputs), strict=True):
             if tensor is not None:
-                name += _each(tensor) if experts else [tensor]
-    rows = list(stats.unbind(0))
-    launch(chosen, "forward", lists[0], list(scales), *lists[1:], rows, *chosen.attributes)
-    return [as_tensor((*copies, row), o.granularity, o.format, o.transpose)
-            for copies, row in zip(made, _of_weights(tensors, stats, rows), strict=True)]
+                each += _parts(tensor) if experts else [tensor]
+    stats = torch.empty(len(lists[0]), 2, dtype=torch.float32, device=device)
+    rows = stats.unbind(0)
+    launch(chosen, "forward", lists[0], list(scales or ()), *lists[1:], rows, *chosen.attributes)
+    return [as_tensor((*outputs, row), o.granularity, o.format, o.transpose)
+            for outputs, row in zip(made, _of_weights(tensors, stats, rows), strict=True)]
 
 
-def _each(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """The parts of experts: matrices, or scales [1] of a tensor of scales [E]."""
     return tensor.split(1) if tensor.dim() == 1 else tensor.unbind(0)
 
 
-def _of_weights(tensors, stats: torch.Tensor, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+def _of_weights(tensors, stats: torch.Tensor, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """stats[2] of every tensor from those of every matrix; experts' are joined, in a few launches for all weights."""
     found, first, experts = [], 0, {}
     for number, x in enumerate(tensors):
