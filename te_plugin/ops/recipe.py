@@ -116,14 +116,17 @@ def problems_of(cfg) -> list[tuple[str, object]]:
 def refreshes_weights(cfg) -> bool:
     """Whether a step begins with the quantisation of all weights together; the layers' own casts run in the first step then."""
     return (numerics.scaling(cfg.precision.name) is not None and cfg.precision.weight_cache == "per_step"
-            and cfg.parallel.name != "fsdp2" and cfg.adapter.name == "megatron")
+            and cfg.parallel.name != "fsdp2" and cfg.adapter.name == "megatron" and _fp8_layers(cfg) > 0)
+
+
+def _fp8_layers(cfg) -> int:
+    return cfg.model.num_layers - cfg.precision.bf16_layers_at_start - cfg.precision.bf16_layers_at_end
 
 
 def weights_problem(cfg, matrices: list[tuple[int, int]]) -> QuantizeManyProblem:
     """The weights of all FP8 layers of a rank, from the (rows, columns) of one layer's."""
     kind, precision = numerics.scaling(cfg.precision.name), cfg.precision
-    layers = cfg.model.num_layers - precision.bf16_layers_at_start - precision.bf16_layers_at_end
-    return QuantizeManyProblem.of(matrices * layers, run_dtype(cfg), kind.forward_format.name, kind.weight,
+    return QuantizeManyProblem.of(matrices * _fp8_layers(cfg), run_dtype(cfg), kind.forward_format.name, kind.weight,
                                   precision.pow2_scale and not kind.delayed, precision.keep_transpose, kind.delayed)
 
 
