@@ -34,7 +34,9 @@ void quantize_many(Tensors x, Tensors scale, Tensors data, Tensors scale_inv, Te
   const int64_t size = first.dtype().bits / 8;
   const bool amax_arrays = granularity == kRow, from_stats = granularity == kTensor && scale.empty();
   std::vector<ManyTable> tables;
-  auto optional = [](const Tensors& list, size_t i) { return list.empty() ? Optional<TensorView>() : Optional<TensorView>(TensorView(list[i])); };
+  auto optional = [](const Tensors& list, size_t i) {
+    return list.empty() ? Optional<TensorView>() : Optional<TensorView>(TensorView(list[i]));
+  };
   for (size_t i = 0; i < count; ++i) {
     const TensorView t = x[i];
     TE_CHECK(float_type(t, "x") == type, "x must hold tensors of one dtype; number " << i << " has another than number 0");

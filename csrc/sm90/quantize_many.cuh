@@ -2,7 +2,7 @@
 //
 // The table is a kernel parameter (up to 32 KB since CUDA 12.1): it is read through the constant cache, travels with the launch and is
 // recorded with it in a CUDA graph, so nothing is uploaded, cached or kept alive. Tiles, scales and statistics are those of
-// quantize_tile.cuh. Direct loads: without a neighbour to fetch ahead for, TMA gained nothing over three blocks an SM (docs/kernels-log.md).
+// quantize_tile.cuh. Direct loads, three blocks an SM: with a transposed copy TMA was no faster (quantise v1 and v2 in docs/kernels-log.md).
 #pragma once
 #include "quantize.cuh"
 
@@ -52,16 +52,15 @@ __device__ __forceinline__ void load_many(const ManyTensor& t, int64_t row0, int
   else load_tile(PlainSource<T, false>{x, t.stride}, row0, col0, t.q.R, t.q.C, v, none);
 }
 
-// Before the others, a block a tensor: zeroes the statistics and (row scaling) the maxima of rows and columns, and writes the scales of
+// Before the others, a block a tensor: zeroes the statistics and (row scaling) the maxima of rows and columns, and writes the one scale of
 // a tensor without values.
 template <int = 0>
 __global__ void prepare_many_kernel(const __grid_constant__ ManyTable table, int granularity) {
   const QuantArgs& q = table.tensors[blockIdx.x].q;
+  float *a = static_cast<float*>(q.scale_inv), *b = static_cast<float*>(q.scale_inv_t);
   if (threadIdx.x < 2) q.stats[threadIdx.x] = 0.f;
-  const bool empty = q.R == 0 || q.C == 0, row = granularity == kRow;
-  if (row || (empty && granularity == kTensor))
-    fill(empty ? empty_scale_inv(q.scale) : 0.f, static_cast<float*>(q.scale_inv), row ? q.R : 1, static_cast<float*>(q.scale_inv_t),
-         !q.data_t ? 0 : row ? q.C : 1);
+  if (granularity == kRow) fill(0.f, a, q.R, b, q.data_t ? q.C : 0);
+  else if (granularity == kTensor && (q.R == 0 || q.C == 0)) fill(empty_scale_inv(q.scale), a, 1, b, q.data_t ? 1 : 0);
 }
 
 // Statistics of every tensor; with row scaling also the maxima of its rows and columns, where their scales will be. Persistent.
@@ -136,11 +135,9 @@ void launch_casts(const Context& l, const ManyTable& table, unsigned grid) {
   else quantize_many_kernel<T, FMT, MODE, false><<<grid, kQuantThreads, 0, l.stream>>>(table);
 }
 
-// Every launch that the tensors of a table need: two; three where scales come from the whole tensor, four with a scale a row.
+// The casts, and before them the statistics where scales are made from them.
 template <typename T, int FMT>
-void launch_many(const Context& l, const ManyTable& table, int64_t granularity) {
-  prepare_many_kernel<<<table.count, 256, 0, l.stream>>>(table, static_cast<int>(granularity));
-  if (table.tiles() == 0) return;
+void launch_tiles(const Context& l, const ManyTable& table, int64_t granularity) {
   const unsigned grid = static_cast<unsigned>(std::min(table.tiles(), l.sms * kManyBlocks<T>));
   const bool given = table.tensors[0].q.scale != nullptr;
   if (granularity == kRow || (granularity == kTensor && !given)) amax_many_kernel<T><<<grid, kQuantThreads, 0, l.stream>>>(table);
@@ -149,6 +146,13 @@ void launch_many(const Context& l, const ManyTable& table, int64_t granularity) 
   else if (granularity == kBlock128x128) launch_casts<T, FMT, kMode128x128>(l, table, grid);
   else if (granularity == kMx) launch_casts<T, FMT, kModeMx>(l, table, grid);
   else launch_casts<T, FMT, kAmaxArrays>(l, table, grid);
+}
+
+// Every launch that the tensors of a table need: two; three where scales come from the whole tensor, four with a scale a row.
+template <typename T, int FMT>
+void launch_many(const Context& l, const ManyTable& table, int64_t granularity) {
+  prepare_many_kernel<<<table.count, 256, 0, l.stream>>>(table, static_cast<int>(granularity));
+  if (table.tiles() > 0) launch_tiles<T, FMT>(l, table, granularity);
   if (granularity == kRow) finish_many_kernel<FMT><<<table.count, 256, 0, l.stream>>>(table);
 }
 
