@@ -10,6 +10,7 @@ import torch
 
 from te_plugin.plan import Plan
 from te_plugin.torch import cudnn_attention
+from te_plugin.torch.call import addressable
 
 
 def segment_ids(cu: torch.Tensor, start: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +120,7 @@ class _FlashSegments:
 
     def clean(self, x: torch.Tensor) -> torch.Tensor:
         # An empty tensor may have any strides; torch asks for 1.
-        return torch.where(self.inside, x, 0) if self.gaps or not x.numel() else x
+        return torch.where(self.inside, x, 0) if self.gaps or not x.numel() else addressable(x)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return torch.where(self.kept, x, self.outside_value.to(x.dtype))
@@ -138,6 +139,8 @@ def _flash_segments(plan: Plan, q, k, cu_q, cu_k, start_q, start_k) -> tuple[_Fl
 
 
 def _flash_forward(plan: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
+    if plan.problem.segments == 0:  # torch asks for one
+        return torch.zeros_like(q), q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32)
     at_q, at_k = _flash_segments(plan, q, k, cu_q, cu_k, start_q, start_k)
     left, right = _window(plan)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -148,6 +151,8 @@ def _flash_forward(plan: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
 
 
 def _flash_backward(plan: Plan, dout, q, k, v, out, lse, cu_q, cu_k, start_q, start_k):
+    if plan.problem.segments == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     at_q, at_k = _flash_segments(plan, q, k, cu_q, cu_k, start_q, start_k)
     left, right = _window(plan)
     empty = torch.zeros((), dtype=torch.int64, device=q.device)
