@@ -12,5 +12,6 @@ from te_plugin.ops import (  # noqa: F401
     qkv_rope,
     qkv_rope_quantize,
     quantize,
+    quantize_many,
     rope,
 )
