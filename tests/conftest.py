@@ -3,6 +3,7 @@
 Hypothesis: the normal run takes a few fixed examples; `--hypothesis-profile=thorough` takes 2,000 random ones.
 """
 
+import importlib.util
 import zlib
 
 import numpy as np
@@ -19,6 +20,22 @@ settings.register_profile(
 )
 settings.register_profile("thorough", max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("normal")
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked gpu are skipped, with the reason, where torch sees no GPU."""
+    marked = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("multigpu")]
+    if marked and not _sees_a_gpu():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _sees_a_gpu() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @pytest.fixture
