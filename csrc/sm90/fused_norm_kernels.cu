@@ -8,14 +8,17 @@ namespace te {
 // h = x + residual in BF16 (or x itself), rstd of h; AMAX: stats of the normalised values. One row a block.
 template <int VECS, bool AMAX>
 __global__ void __launch_bounds__(kRowThreads) rows_kernel(const bf16* x, int64_t stride, const bf16* residual, int64_t residual_stride, bf16* h, float* rstd,
-                                                           int C, float eps, const void* w, bool w_fp32, float* stats) {
+                                                           int C, float eps, const void* w, bool w_fp32, float* stats, int64_t keep_from,
+                                                           bool early_first) {
   __shared__ float sm[kRowThreads / 32];
   __shared__ uint32_t warp_amax[kRowThreads / 32];
   const int64_t r = blockIdx.x;
+  const uint64_t policy = r >= keep_from ? ptx::evict_last() : early_first ? ptx::evict_first() : ptx::evict_normal();
+  ptx::let_next_kernel_start();
   Vec8<bf16> v[VECS], add[VECS];
 #pragma unroll
   for (int k = 0; k < VECS; ++k) {
-    v[k].load_n<true>(x + r * stride + row_column(k), C - row_column(k));
+    v[k].load_n<true>(x + r * stride + row_column(k), C - row_column(k), policy);
     if (residual) add[k].load_n<true>(residual + r * residual_stride + row_column(k), C - row_column(k));
   }
   if (residual) {
@@ -33,6 +36,7 @@ __global__ void __launch_bounds__(kRowThreads) rows_kernel(const bf16* x, int64_
     for (int j = 0; j < 8; ++j) sum = fmaf(v[k].get(j), v[k].get(j), sum);
   const float s = rsqrt_exact(block_sum(sum, sm) / C + eps);
   if (threadIdx.x == 0) rstd[r] = s;
+  ptx::wait_for_previous_kernel();  // which zeroed stats; the cast waits for this kernel alone
   if constexpr (AMAX) {
     Seen seen;
 #pragma unroll
@@ -71,11 +75,11 @@ void norm_quantize(const Context& l, const bf16* x, int64_t stride, const bf16* 
   const bool current = granularity == kTensor && !q.scale;
   with_vectors<bf16>(q.C, true, [&](auto vecs, auto) {
     auto* kernel = current ? rows_kernel<vecs.value, true> : rows_kernel<vecs.value, false>;
-    kernel<<<static_cast<unsigned>(q.R), kRowThreads, 0, l.stream>>>(x, stride, residual, residual_stride, h, rstd, static_cast<int>(q.C), eps, tiles.w,
-                                                                     tiles.w_fp32, q.stats);
+    launch_overlapped(kernel, static_cast<unsigned>(q.R), kRowThreads, 0, l.stream, x, stride, residual, residual_stride, h, rstd, static_cast<int>(q.C), eps,
+                      tiles.w, tiles.w_fp32, q.stats, residual ? q.R : q.R - int64_t{reuse.keep_mb} * 1000000 / (q.C * 2), reuse.early_first);
   });
   const NormSource source{residual ? h : x, residual ? q.C : stride, rstd, tiles.w, tiles.w_fp32};
-  quantize_all<true>(l, source, ByTiles<NormTiles>{tiles}, q, granularity, format, true, current);
+  quantize_all<true>(l, source, ByTiles<NormTiles>{tiles}, q, granularity, format, residual ? Before::kInputs : Before::kPass, current);
 }
 
 }  // namespace te
