@@ -117,10 +117,11 @@ class OurLayer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         positions, inv_freq = self.inputs.positions, self.inputs.inv_freq
-        q, k, v = split_heads(self.qkv(x), self.inputs.sizes)
+        qkv, x = self.qkv(x, return_input=True)
+        q, k, v = split_heads(qkv, self.inputs.sizes)
         q, k = (tp.rope(t, positions, inv_freq=inv_freq) for t in (q, k))
-        x = x + self.proj(self.attend(q, k, v).flatten(1))
-        return x + self.mlp(x)
+        out, x = self.mlp(self.proj(self.attend(q, k, v).flatten(1)), residual=x)
+        return x + out
 
 
 class TorchLayer(nn.Module):

@@ -58,7 +58,7 @@ class PluginSpecProvider(BackendSpecProvider):
         return partial((GatedMLP if self.fuse else MLP).as_mlp_submodule, submodules=submodules)
 
     def layer_norm(self, rms_norm: bool = True, for_qk: bool = False, has_residual: bool = False):
-        return partial(RMSNorm, fallback=self.fallback)
+        return partial(RMSNorm, has_residual=has_residual, fallback=self.fallback)
 
     def core_attention(self):
         return ModuleSpec(module=CoreAttention, params={"options": self.attention})
@@ -117,7 +117,7 @@ def rope_layer_spec(config, vp_stage: int | None = None) -> TransformerBlockSubm
 def _layer(config, provider: PluginSpecProvider, moe: bool) -> ModuleSpec:
     qk_norm = provider.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
     norm_is_fused = provider.fuse_layernorm_and_linear()
-    norm = IdentityOp if norm_is_fused else provider.layer_norm()
+    norm = IdentityOp if norm_is_fused else provider.layer_norm(has_residual=True)
     linear_qkv = provider.column_parallel_layer_norm_linear() if norm_is_fused else provider.column_parallel_linear()
     return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(
         input_layernorm=norm,
@@ -128,7 +128,7 @@ def _layer(config, provider: PluginSpecProvider, moe: bool) -> ModuleSpec:
                 linear_proj=provider.row_parallel_linear(), q_layernorm=qk_norm, k_layernorm=qk_norm)),
         self_attn_bda=get_bias_dropout_add,
         # The router reads what the experts read: its norm stands alone.
-        pre_mlp_layernorm=provider.layer_norm() if moe else norm,
+        pre_mlp_layernorm=provider.layer_norm(has_residual=True) if moe else norm,
         mlp=_moe(config, provider) if moe else provider.mlp(config.use_te_activation_func),
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={} if norm_is_fused else _fused_names(moe)))
