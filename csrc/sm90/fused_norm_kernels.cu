@@ -5,7 +5,12 @@
 
 namespace te {
 
-constexpr int row_blocks(int vectors, bool residual) { return vectors <= 2 ? (residual ? 4 : 6) : vectors <= 4 ? (residual ? 2 : 3) : residual ? 1 : 2; }
+// Blocks an SM whose registers hold two rows each.
+constexpr int row_blocks(int vectors, bool residual) {
+  if (vectors <= 2) return residual ? 4 : 6;
+  if (vectors <= 4) return residual ? 2 : 3;
+  return residual ? 1 : 2;
+}
 
 // h = x + residual in BF16 (RESIDUAL; else x itself), rstd of h; AMAX: stats of the normalised values. Persistent, a row a block: the next
 // row is on its way while one is summed, and the maximum is kept in registers over all rows of a block.
@@ -37,8 +42,7 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(VECS, RESIDUAL))
     if constexpr (RESIDUAL) {
 #pragma unroll
       for (int k = 0; k < VECS; ++k) {
-#pragma unroll
-        for (int j = 0; j < 8; j += 2) v[k].set2(j, v[k].get(j) + row.residual[k].get(j), v[k].get(j + 1) + row.residual[k].get(j + 1));
+        v[k].add(row.residual[k]);
         v[k].store_n<true>(h + r * C + row_column(k), C - row_column(k));
       }
     }

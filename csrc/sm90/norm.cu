@@ -55,8 +55,7 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int k = 0; k < VECS; ++k) add[k].template load_n<VEC>(residual.p + r * C + row_column(k), C - row_column(k));
 #pragma unroll
     for (int k = 0; k < VECS; ++k) {
-#pragma unroll
-      for (int j = 0; j < 8; j += 2) v[k].set2(j, v[k].get(j) + add[k].get(j), v[k].get(j + 1) + add[k].get(j + 1));
+      v[k].add(add[k]);
       v[k].template store_n<VEC>(residual.h + r * C + row_column(k), C - row_column(k));
     }
   }
@@ -86,8 +85,9 @@ template <typename T, int VECS>
 constexpr bool kAhead = VECS * Elem<T>::kWords <= 8;  // registers hold two rows: the next one is on its way while one is computed
 
 template <typename T, int VECS, bool VEC, bool RESIDUAL>
-__global__ void __launch_bounds__(kRowThreads, kAhead<T, VECS> ? kBackwardBlocks : 1) rms_norm_backward_kernel(const T* dy, int64_t dy_stride, const T* dh, const T* x, int64_t x_stride,
-                                                                        Weight<T> w, const float* rstd, T* dx, float* partial, int64_t R, int C) {
+__global__ void __launch_bounds__(kRowThreads, kAhead<T, VECS> ? kBackwardBlocks : 1)
+    rms_norm_backward_kernel(const T* dy, int64_t dy_stride, const T* dh, const T* x, int64_t x_stride, Weight<T> w, const float* rstd, T* dx,
+                             float* partial, int64_t R, int C) {
   __shared__ float sm[kRowThreads / 32];
   float dw[VECS][8];
   Vec8<T> weights[VECS];  // in T; an FP32 weight is read again where it is needed
@@ -232,7 +232,8 @@ void forward(const TensorView& x, const TensorView* residual, const TensorView& 
     const T* in = pointer<const T>(x);
     T* out = pointer<T>(y);
     const Residual<T> add{residual ? pointer<const T>(*residual) : nullptr, residual ? pointer<T>(*h) : nullptr};
-    const bool ok = aligned(in, 16) && aligned(out, 16) && aligned(weight.p, 16) && aligned(add.p, 16) && aligned(add.h, 16) && stride * sizeof(T) % 16 == 0;
+    const bool ok = aligned(in, 16) && aligned(out, 16) && aligned(weight.p, 16) && aligned(add.p, 16) && aligned(add.h, 16) &&
+                    stride * sizeof(T) % 16 == 0;
     with_vectors<T>(C, ok, [&](auto vecs, auto vec) {
       with_flag(residual != nullptr, [&](auto adds) {
         rms_norm_forward_kernel<T, vecs.value, vec.value, adds.value><<<static_cast<unsigned>(R), kRowThreads, 0, l.stream>>>(
@@ -269,7 +270,8 @@ void backward(const TensorView& dy, const TensorView* dh, const TensorView& x, c
     const Scratch partial(l.device(), l.stream, sizeof(float) * blocks * C);
     const T *in = pointer<const T>(x), *grad = pointer<const T>(dy), *more = dh ? pointer<const T>(*dh) : nullptr;
     T* out = pointer<T>(dx);
-    const bool ok = aligned(in, 16) && aligned(weight.p, 16) && aligned(grad, 16) && aligned(more, 16) && aligned(out, 16) && stride * sizeof(T) % 16 == 0 && dy_stride * sizeof(T) % 16 == 0;
+    const bool ok = aligned(in, 16) && aligned(weight.p, 16) && aligned(grad, 16) && aligned(more, 16) && aligned(out, 16) &&
+                    stride * sizeof(T) % 16 == 0 && dy_stride * sizeof(T) % 16 == 0;
     with_vectors<T>(C, ok, [&](auto vecs, auto vec) {
       with_flag(dh != nullptr, [&](auto adds) {
         rms_norm_backward_kernel<T, vecs.value, vec.value, adds.value><<<blocks, kRowThreads, 0, l.stream>>>(

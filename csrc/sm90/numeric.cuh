@@ -168,6 +168,10 @@ struct Vec8 {
       w[j + 1] = __float_as_uint(b);
     }
   }
+  __device__ __forceinline__ void add(const Vec8& other) {  // rounded to T
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) set2(j, get(j) + other.get(j), get(j + 1) + other.get(j + 1));
+  }
   __device__ __forceinline__ void zero() {
 #pragma unroll
     for (int k = 0; k < Elem<T>::kWords; ++k) w[k] = 0;

@@ -517,7 +517,8 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
     const int64_t row0 = index / tiles_c * kTile, col0 = index % tiles_c * kTile;
     Vec8<T> v[8], second[8];
-    load_tile(source, row0, col0, loaded, width, v, second, index >= keep_from ? ptx::evict_last() : early_first ? ptx::evict_first() : ptx::evict_normal());
+    const uint64_t policy = index >= keep_from ? ptx::evict_last() : early_first ? ptx::evict_first() : ptx::evict_normal();
+    load_tile(source, row0, col0, loaded, width, v, second, policy);
     amax = max(amax, tile_amax<T>(v, row0, col0, R, width, row_amax, col_amax, sm, nonfinite));
     if constexpr (Source::kPair) amax = max(amax, tile_amax<T>(second, row0, col0 + width, R, C, row_amax, col_amax, sm, nonfinite));
   }
