@@ -59,7 +59,7 @@ def run_forward(chosen: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
     """out[Tq,H,D], lse[H,Tq] by a given plan."""
     if chosen.problem.precision == "fp8":
         return fp8_attention.forward(chosen, q, k, v, cu_q, cu_k, start_q, start_k)
-    if chosen.kernel.name in framework_attention.FORWARD:
+    if chosen.kernel.library is None:
         launches.record(chosen, "forward")
         return framework_attention.FORWARD[chosen.kernel.name](chosen, q, k, v, cu_q, cu_k, start_q, start_k)
     shape, device = q.shape, q.device
@@ -81,7 +81,7 @@ def run_backward(chosen: Plan, dout, q, k, v, out, lse, cu_q, cu_k, start_q, sta
     """dq, dk, dv by a given plan; scratch is what the plan says."""
     if chosen.problem.precision == "fp8":
         return fp8_attention.backward(chosen, _innermost_contiguous(dout), q, k, v, out, lse, cu_q, cu_k, start_q, start_k)
-    if chosen.kernel.name in framework_attention.BACKWARD:
+    if chosen.kernel.library is None:
         launches.record(chosen, "backward")
         return framework_attention.BACKWARD[chosen.kernel.name](chosen, dout, q, k, v, out, lse, cu_q, cu_k, start_q, start_k)
     dq, dk, dv = (empty(x.shape, x.dtype, x.device) for x in (q, k, v))

@@ -17,10 +17,9 @@ import torch
 
 from te_plugin import ffi
 from te_plugin.plan import Plan
-from te_plugin.torch.call import empty
+from te_plugin.torch.call import addressable, empty
 
 SMALLEST_ROWS = 64  # cuDNN refuses a graph whose longest segment is one row
-VECTOR = 8  # elements of 16 bytes: what every pointer and stride must be a multiple of
 
 
 class Uid(IntEnum):
@@ -164,11 +163,6 @@ def _backward_graph(shape: Shape):
     return min(slots, rows, key=lambda graph: graph.get_workspace_size())
 
 
-def _addressable(x: torch.Tensor) -> torch.Tensor:
-    ok = x.stride(0) % VECTOR == 0 and x.stride(1) % VECTOR == 0 and x.data_ptr() % 16 == 0
-    return x if ok else x.contiguous()
-
-
 @dataclass(frozen=True)
 class _Segments:
     """The lists of one call, as the graphs and the filling read them."""
@@ -225,7 +219,7 @@ def forward(plan: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
     out = empty(q.shape, q.dtype, device)
     stats = torch.full((q.shape[0], q.shape[1]), float("-inf"), dtype=torch.float32, device=device)
     with torch.cuda.device(device):
-        q, k, v = _addressable(q), _addressable(k), _addressable(v)
+        q, k, v = addressable(q), addressable(k), addressable(v)
         shape = _shape(plan, q, k, v)
         segments = _Segments.make(shape, cu_q, cu_k, start_q, start_k)
         if shape.segments and q.numel() and k.numel():
@@ -240,7 +234,7 @@ def backward(plan: Plan, dout, q, k, v, out, lse, cu_q, cu_k, start_q, start_k):
     device = q.device
     dq, dk, dv = (empty(x.shape, x.dtype, device) for x in (q, k, v))
     with torch.cuda.device(device):
-        q, k, v, dout = (_addressable(x) for x in (q, k, v, dout if dout.stride(-1) == 1 else dout.contiguous()))
+        q, k, v, dout = (addressable(x) for x in (q, k, v, dout))
         shape = _shape(plan, q, k, v, dout)
         segments = _Segments.make(shape, cu_q, cu_k, start_q, start_k)
         if shape.segments and q.numel() and k.numel():

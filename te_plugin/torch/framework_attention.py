@@ -10,6 +10,7 @@ import torch
 
 from te_plugin.plan import Plan
 from te_plugin.torch import cudnn_attention
+from te_plugin.torch.call import addressable
 
 
 def segment_ids(cu: torch.Tensor, start: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +120,7 @@ class _FlashSegments:
 
     def clean(self, x: torch.Tensor) -> torch.Tensor:
         # An empty tensor may have any strides; torch asks for 1.
-        return torch.where(self.inside, x, 0) if self.gaps or not x.numel() else x
+        return torch.where(self.inside, x, 0) if self.gaps or not x.numel() else addressable(x)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return torch.where(self.kept, x, self.outside_value.to(x.dtype))

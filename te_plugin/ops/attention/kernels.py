@@ -112,8 +112,8 @@ def _cudnn_supports(problem: AttentionProblem, target: Target) -> Supported | Un
     return Unsupported(reason) if reason else Supported("cuDNN's packed kernels; their scratch is what cuDNN asks for")
 
 
-CUDNN = register(Kernel(name="cudnn", op="attention", supports=_cudnn_supports, library="sm90", attributes=attributes,
-                        entry_points={"offsets": "segment_offsets", "fill": "fill_outside"}, describe_layout=describe_layout))
+CUDNN = register(Kernel(name="cudnn", op="attention", supports=_cudnn_supports, attributes=attributes,
+                        helpers=(("sm90", "segment_offsets"), ("sm90", "fill_outside")), describe_layout=describe_layout))
 
 
 def _packed_causal_reasons(problem: AttentionProblem) -> tuple[str | None, ...]:
