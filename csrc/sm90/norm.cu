@@ -40,7 +40,7 @@ struct Residual {
 };
 
 template <typename T, int VECS, bool VEC, bool RESIDUAL>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads, VECS * Elem<T>::kWords <= 8 ? 4 : 1)
     rms_norm_forward_kernel(const T* x, int64_t stride, Residual<T> residual, Weight<T> w, T* y, float* rstd, int C, float eps) {
   __shared__ float sm[kRowThreads / 32];
   const int64_t r = blockIdx.x;
@@ -85,7 +85,7 @@ template <typename T, int VECS>
 constexpr bool kAhead = VECS * Elem<T>::kWords <= 8;  // registers hold two rows: the next one is on its way while one is computed
 
 template <typename T, int VECS, bool VEC, bool RESIDUAL>
-__global__ void __launch_bounds__(kRowThreads, kAhead<T, VECS> ? kBackwardBlocks : 1)
+__global__ void __launch_bounds__(kRowThreads, VECS * Elem<T>::kWords <= 16 ? kBackwardBlocks : 1)
     rms_norm_backward_kernel(const T* dy, int64_t dy_stride, const T* dh, const T* x, int64_t x_stride, Weight<T> w, const float* rstd, T* dx,
                              float* partial, int64_t R, int C) {
   __shared__ float sm[kRowThreads / 32];

@@ -229,22 +229,25 @@ struct Vec8 {
       }
     }
   }
-  // VEC: rows are 16-byte aligned and n is 0 or 8 (or a multiple of 8 bounds the row).
+  // The first n of eight elements (more than eight: all, less than one: none). VEC: p is 16-byte aligned, and n a multiple of 8: the
+  // element-by-element code is then not even compiled, and a bound costs a predicate.
   template <bool VEC>
   __device__ __forceinline__ void load_n(const T* p, int64_t n) {
-    if (n >= 8 && VEC) load(p);
-    else if (n <= 0) zero();
+    if (n <= 0) zero();
+    else if constexpr (VEC) load(p);
     else load_some(p, n < 8 ? static_cast<int>(n) : 8);
   }
   template <bool VEC>
   __device__ __forceinline__ void load_n(const T* p, int64_t n, uint64_t policy) {
-    if (n >= 8 && VEC) load(p, policy);
-    else load_n<VEC>(p, n);
+    if constexpr (!VEC) load_n<VEC>(p, n);
+    else if (n > 0) load(p, policy);
+    else zero();
   }
   template <bool VEC>
   __device__ __forceinline__ void store_n(T* p, int64_t n) const {
-    if (n >= 8 && VEC) store(p);
-    else if (n > 0) store_some(p, n < 8 ? static_cast<int>(n) : 8);
+    if (n <= 0) return;
+    if constexpr (VEC) store(p);
+    else store_some(p, n < 8 ? static_cast<int>(n) : 8);
   }
 };
 
