@@ -67,6 +67,11 @@ inline QuantArgs check_quantize(const QuantOutputs& o, int64_t R, int64_t C, int
   return q;
 }
 
+// Whether every row of x starts on 16 bytes and is whole vectors of eight: what TMA and 16-byte loads need.
+inline bool rows_are_vectors(const void* x, int64_t C, int64_t stride, int64_t size) {
+  return C % 8 == 0 && aligned(x, 16) && stride * size % 16 == 0;
+}
+
 // Zeroes stats and two arrays (na, nb may be 0). A kernel and not a memset: the next kernel may start while this one ends (see
 // quantize_tiles_kernel), but not before it starts.
 template <int = 0>

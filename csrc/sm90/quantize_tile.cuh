@@ -324,7 +324,8 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
 
 template <class Source>
 __device__ __forceinline__ void load_tile(const Source& source, int64_t row0, int64_t col0, int64_t R, int64_t C,
-                                          Vec8<typename Source::type> (&v)[8], Vec8<typename Source::type> (&second)[8], uint64_t policy) {
+                                          Vec8<typename Source::type> (&v)[8], Vec8<typename Source::type> (&second)[8],
+                                          uint64_t policy = ptx::evict_normal()) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int64_t row = row0 + (warp * 2 + (lane >> 4)) * 8, col = col0 + (lane & 15) * 8;
 #pragma unroll
@@ -353,10 +354,19 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
   const int64_t row0 = blockIdx.x / tiles_c * kTile, col0 = blockIdx.x % tiles_c * kTile;
   const Scale given = MODE == kGiven ? given_scale<FMT>(q) : Scale{};
   Vec8<T> v[8], none[8];
-  load_tile(source, row0, col0, rows_used(q.used, q.R), q.C, v, none, ptx::evict_normal());
+  load_tile(source, row0, col0, rows_used(q.used, q.R), q.C, v, none);
   Seen seen;
   quantize_tile<T, FMT, MODE, TR>(v, q, row0, col0, given, sm, seen);
   add_seen<T>(q, seen);
+}
+
+// Where tile i of a tensor of tiles_r x tiles_c tiles begins. With a transposed copy the blocks that run together cover about a square, so
+// that both copies are written in runs of 2 KB.
+template <bool TR>
+__device__ __forceinline__ void place_tile(int i, int tiles_r, int tiles_c, int& row0, int& col0, int band_height = TR ? 16 : 1) {
+  const int band = i / (band_height * tiles_c), first = band * band_height, height = min(band_height, tiles_r - first);
+  i -= first * tiles_c;
+  row0 = (first + i % height) * kTile, col0 = i / height * kTile;
 }
 
 // Persistent, fed by TMA: while a tile is cast, the next ones are on their way. A Tiles type has `type`, `kInputs` tensors with a map each,
@@ -385,13 +395,7 @@ __global__ void __launch_bounds__(kQuantThreads, TilesShape<Tiles, MODE, TR>::kB
   const int64_t width = Tiles::kPair ? q.C / 2 : q.C;
   const int tiles_c = static_cast<int>((width + kTile - 1) / kTile), tiles_r = static_cast<int>((q.R + kTile - 1) / kTile), tiles = tiles_r * tiles_c;
   const bool after = before != Before::kNothing;
-  // With a transposed copy the blocks that run together cover about a square, so that both copies are written in runs of 2 KB.
-  auto place = [&](int i, int& row0, int& col0) {
-    if (after) i = tiles - 1 - i;
-    const int band = i / (band_height * tiles_c), first = band * band_height, height = min(band_height, tiles_r - first);
-    i -= first * tiles_c;
-    row0 = (first + i % height) * kTile, col0 = i / height * kTile;
-  };
+  auto place = [&](int i, int& row0, int& col0) { place_tile<TR>(after ? tiles - 1 - i : i, tiles_r, tiles_c, row0, col0, band_height); };
   const uint64_t policy = reads_first ? ptx::evict_first() : ptx::evict_normal();
   auto fetch = [&](int i, int stage) {
     if (i >= tiles) return;
@@ -526,20 +530,33 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
   add_stats(stats, Elem<T>::magnitude_to_float_bits(__reduce_max_sync(0xffffffffu, amax)), nonfinite, threadIdx.x & 31);
 }
 
-// Turns amax bits into scale_inv in place, after the cast that needed them.
+// Turns amax bits into scale_inv in place, after the cast that needed them: entries first, first + step, ... of a, then of b.
+template <int FMT>
+__device__ __forceinline__ void finish_scales(int64_t first, int64_t step, uint32_t* a, int64_t na, uint32_t* b, int64_t nb, bool pow2) {
+  for (int64_t i = first; i < na + nb; i += step) {
+    uint32_t* p = i < na ? a + i : b + (i - na);
+    *reinterpret_cast<float*>(p) = scale_from_amax(*p, kFormatMax<FMT>, pow2).inv;
+  }
+}
+
 template <int FMT>
 __global__ void finish_scales_kernel(uint32_t* a, int64_t na, uint32_t* b, int64_t nb, bool pow2) {
-  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-  uint32_t* p = i < na ? a + i : i < na + nb ? b + (i - na) : nullptr;
-  if (p) *reinterpret_cast<float*>(p) = scale_from_amax(*p, kFormatMax<FMT>, pow2).inv;
+  const int64_t step = gridDim.x * static_cast<int64_t>(blockDim.x);
+  finish_scales<FMT>(blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x, step, a, na, b, nb, pow2);
+}
+
+// One block fills both.
+__device__ __forceinline__ void fill(float value, float* a, int64_t na, float* b, int64_t nb) {
+  for (int64_t i = threadIdx.x; i < na; i += blockDim.x) a[i] = value;
+  for (int64_t i = threadIdx.x; i < nb; i += blockDim.x) b[i] = value;
 }
 
 // scale_inv of what has no values: 1, or the inverse of the given scale.
+__device__ __forceinline__ float empty_scale_inv(const float* scale) { return scale ? __fdiv_rn(1.f, *scale) : 1.f; }
+
 template <int = 0>
 __global__ void empty_scales_kernel(const float* scale, float* a, int64_t na, float* b, int64_t nb) {
-  const float v = scale ? __fdiv_rn(1.f, *scale) : 1.f;
-  for (int64_t i = threadIdx.x; i < na; i += blockDim.x) a[i] = v;
-  for (int64_t i = threadIdx.x; i < nb; i += blockDim.x) b[i] = v;
+  fill(empty_scale_inv(scale), a, na, b, nb);
 }
 
 }  // namespace te

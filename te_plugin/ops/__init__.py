@@ -10,5 +10,6 @@ from te_plugin.ops import (  # noqa: F401
     norm,
     norm_quantize,
     quantize,
+    quantize_many,
     rope,
 )

@@ -1,6 +1,6 @@
 """What the ops that end in a quantisation share: the limits of the fused kernels, and the way without fusion.
 
-A problem of such an op has `parts()`: the op and the quantisation that the fused kernel replaces.
+A problem of such an op has `parts()`: the op and the quantisation, or the quantisations, that its kernel replaces.
 """
 
 from __future__ import annotations
@@ -41,4 +41,4 @@ def separate_supports(problem, target: Target) -> Supported | Unsupported:
         except PlanError:
             why = "; ".join(f"{kernel.name} {kernel.supports(part, target).reason}" for kernel in registered(part.op))
             return Unsupported(f"has no kernel for {name}: {why}")
-    return Supported(f"one after the other: {', '.join(names)}")
+    return Supported(f"one after the other: {', '.join(dict.fromkeys(names))}")

@@ -12,6 +12,7 @@ from te_plugin.torch.functional import (
     linear,
     positions_of,
     quantize,
+    quantize_many,
     rms_norm,
     rope,
     swiglu,
@@ -25,11 +26,12 @@ from te_plugin.torch.modules import (
     RMSNorm,
 )
 from te_plugin.torch.quantize import QuantizedTensor
+from te_plugin.torch.refresh import RefreshReport, refresh_weights
 from te_plugin.torch.state import DelayedScaling, LinearState, advance_scaling
 
 __all__ = [
     "ConvertReport", "DelayedScaling", "DotProductAttention", "GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear",
-    "LinearState", "QuantizedTensor", "RMSNorm", "advance_scaling", "align_groups", "attention", "convert", "cross_entropy",
-    "dequantize", "gated_mlp", "grouped_linear", "layer_norm_linear", "linear", "positions_of", "quantize", "rms_norm", "rope",
-    "swiglu",
+    "LinearState", "QuantizedTensor", "RMSNorm", "RefreshReport", "advance_scaling", "align_groups", "attention", "convert",
+    "cross_entropy", "dequantize", "gated_mlp", "grouped_linear", "layer_norm_linear", "linear", "positions_of", "quantize",
+    "quantize_many", "refresh_weights", "rms_norm", "rope", "swiglu",
 ]

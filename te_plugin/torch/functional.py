@@ -6,6 +6,7 @@ from te_plugin.torch.linear import linear
 from te_plugin.torch.norm_linear import gated_mlp, layer_norm_linear
 from te_plugin.torch.pointwise import cross_entropy, positions_of, rms_norm, rope, swiglu
 from te_plugin.torch.quantize import QuantizedTensor, dequantize, quantize
+from te_plugin.torch.quantize_many import quantize_many
 
 __all__ = ["QuantizedTensor", "align_groups", "attention", "cross_entropy", "dequantize", "gated_mlp", "grouped_linear",
-           "layer_norm_linear", "linear", "positions_of", "quantize", "rms_norm", "rope", "swiglu"]
+           "layer_norm_linear", "linear", "positions_of", "quantize", "quantize_many", "rms_norm", "rope", "swiglu"]
