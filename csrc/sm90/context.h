@@ -4,7 +4,6 @@
 #include <stdint.h>
 
 #include <algorithm>
-#include <utility>
 
 namespace te {
 
@@ -21,19 +20,6 @@ struct Reuse {
   int band = 16;
 };
 inline Reuse reuse;
-
-// A launch that may begin while the kernel before it in the stream ends: the kernel waits for what it needs from that one itself
-// (ptx::wait_for_previous_kernel).
-template <typename... P, typename... A>
-void launch_overlapped(void (*kernel)(P...), unsigned grid, unsigned threads, size_t shared_bytes, cudaStream_t stream, A&&... arguments) {
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(grid), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes, config.stream = stream;
-  config.attrs = &overlap, config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, kernel, std::forward<A>(arguments)...);
-}
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline bool aligned(const void* p, int64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }

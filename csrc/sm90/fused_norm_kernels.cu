@@ -82,7 +82,7 @@ void launch_rows(const Context& l, const bf16* x, int64_t stride, const bf16* re
   auto* kernel = amax ? rows_kernel<VECS, RESIDUAL, true> : rows_kernel<VECS, RESIDUAL, false>;
   const unsigned grid = static_cast<unsigned>(std::min<int64_t>(q.R, int64_t{l.sms} * row_blocks(VECS, RESIDUAL)));
   const int64_t keep_from = RESIDUAL ? q.R : q.R - int64_t{reuse.keep_mb} * 1000000 / (q.C * 2);
-  launch_overlapped(kernel, grid, kRowThreads, 0, l.stream, x, stride, residual, residual_stride, h, rstd, q.R, static_cast<int>(q.C), eps, tiles.w,
+  launch_overlapping(l, kernel, grid, kRowThreads, 0, x, stride, residual, residual_stride, h, rstd, q.R, static_cast<int>(q.C), eps, tiles.w,
                     tiles.w_fp32, q.stats, keep_from, reuse.early_first);
 }
 

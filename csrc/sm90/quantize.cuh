@@ -40,6 +40,18 @@ void launch_direct(const Context& l, const Source& source, const QuantArgs& q) {
   else quantize_kernel<Source, FMT, MODE, false><<<tiles, kQuantThreads, 0, l.stream>>>(source, q);
 }
 
+// Launches a kernel that starts while the one before it ends, and waits for what that one wrote where it needs it.
+template <class... Parameters, class... Arguments>
+void launch_overlapping(const Context& l, void (*kernel)(Parameters...), unsigned grid, unsigned threads, size_t smem, Arguments&&... arguments) {
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid), config.blockDim = dim3(threads), config.dynamicSmemBytes = smem, config.stream = l.stream;
+  config.attrs = &overlap, config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
 template <class Tiles, int FMT, int MODE, bool TR>
 void launch_tiles_of(const Context& l, const Tiles& source, const QuantArgs& q, Before before) {
   using Shape = TilesShape<Tiles, MODE, TR>;
@@ -48,7 +60,7 @@ void launch_tiles_of(const Context& l, const Tiles& source, const QuantArgs& q, 
   (void)ready;  // a failure shows at the launch
   const int64_t tiles = ceil_div(q.R, kTile) * ceil_div(Tiles::kPair ? q.C / 2 : q.C, kTile);
   const unsigned grid = static_cast<unsigned>(std::min<int64_t>(tiles, static_cast<int64_t>(l.sms) * Shape::kBlocks));
-  launch_overlapped(kernel, grid, kQuantThreads, Shape::kSmem, l.stream, source, q, before, TR ? reuse.band : 1, reuse.cast_first);
+  launch_overlapping(l, kernel, grid, kQuantThreads, Shape::kSmem, source, q, before, TR ? reuse.band : 1, reuse.cast_first);
 }
 
 // How the casts of a tensor are launched: through TMA, or one tile a block where its rows forbid that.
@@ -75,7 +87,7 @@ void launch_amax(const Context& l, const Source& source, const QuantArgs& q, uin
   const int64_t tiles = ceil_div(q.R, kTile) * ceil_div(Source::kPair ? q.C / 2 : q.C, kTile);
   const unsigned grid = static_cast<unsigned>(std::min<int64_t>(tiles, static_cast<int64_t>(l.sms) * kQuantBlocks<Source>));
   const int64_t kept = int64_t{reuse.keep_mb} * 1000000 / (int64_t{kTile} * kTile * sizeof(typename Source::type) * Source::kInputs);
-  launch_overlapped(amax_kernel<Source>, grid, kQuantThreads, 0, l.stream, source, q.R, q.C, q.used, q.stats, row_amax, col_amax, tiles - kept,
+  launch_overlapping(l, amax_kernel<Source>, grid, kQuantThreads, 0, source, q.R, q.C, q.used, q.stats, row_amax, col_amax, tiles - kept,
                     reuse.early_first);
 }
 

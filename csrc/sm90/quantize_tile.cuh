@@ -89,11 +89,11 @@ __device__ __forceinline__ void add_stats(float* stats, uint32_t warp_amax_bits,
 }
 
 // Number of infinities and NaNs of a tile part; only called when the amax says there are some.
-template <typename T>
-__device__ __forceinline__ int count_nonfinite(const Vec8<T> (&v)[8]) {
+template <typename T, int N>
+__device__ __forceinline__ int count_nonfinite(const Vec8<T> (&v)[N]) {
   int n = 0;
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
+  for (int i = 0; i < N; ++i)
 #pragma unroll
     for (int k = 0; k < Elem<T>::kWords; ++k) {
       const uint32_t m = abs_word<T>(v[i].w[k]);
@@ -117,9 +117,13 @@ __device__ __forceinline__ void add_seen(const QuantArgs& q, const Seen& seen) {
 
 // The one scale of kGiven; written out by the block that holds the first tile.
 template <int FMT>
+__device__ __forceinline__ Scale given_scale(const float* scale, const float* stats, bool pow2) {
+  if (!scale) return scale_from_amax(reinterpret_cast<const uint32_t*>(stats)[0], kFormatMax<FMT>, pow2);
+  return {*scale, __fdiv_rn(1.f, *scale)};
+}
+template <int FMT>
 __device__ __forceinline__ Scale given_scale(const QuantArgs& q) {
-  if (!q.scale) return scale_from_amax(reinterpret_cast<const uint32_t*>(q.stats)[0], kFormatMax<FMT>, q.pow2);
-  return {*q.scale, __fdiv_rn(1.f, *q.scale)};
+  return given_scale<FMT>(q.scale, q.stats, q.pow2);
 }
 
 template <typename T, int FMT, int MODE, bool TR>

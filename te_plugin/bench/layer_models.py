@@ -105,10 +105,10 @@ class OurLayer(nn.Module):
              (self.mlp.fc1.layer_norm_weight, w["norm2"]), (self.mlp.fc1.weight, w["fc1"]), (self.mlp.fc2.weight, w["fc2"]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        positions, inv_freq = self.inputs.positions, self.inputs.inv_freq
+        sizes = self.inputs.sizes
         qkv, x = self.qkv(x, return_input=True)
-        q, k, v = split_heads(qkv, self.inputs.sizes)
-        q, k = (tp.rope(t, positions, inv_freq=inv_freq) for t in (q, k))
+        q, k, v = tp.qkv_rope(qkv, self.inputs.positions, heads=sizes.heads, kv_heads=sizes.kv_heads,
+                              inv_freq=self.inputs.inv_freq)
         out, x = self.mlp(self.proj(self.attend(q, k, v).flatten(1)), residual=x)
         return x + out
 
