@@ -121,7 +121,12 @@ def _raw_norm() -> Pairs:
     _call("rms_norm_forward", x, weight, y, rstd, 1e-5)
     _call("rms_norm_backward", dy, x, weight, rstd, dx, dw)
     yield y, oracle.rms_norm_forward(x, weight, 1e-5)[0]
-    yield from zip((dx, dw), oracle.rms_norm_backward(dy, x, weight, 1e-5), strict=True)
+    want_dx, want_dw = oracle.rms_norm_backward(dy, x, weight, 1e-5)
+    yield from zip((dx, dw), (want_dx, want_dw), strict=True)
+    residual, h, y, dx = _random(9, 64, seed=12), _nan(9, 64), _nan(9, 64), _nan(9, 64)
+    _call("rms_norm_residual_forward", x - residual, residual, weight, y, h, rstd, 1e-5)
+    _call("rms_norm_residual_backward", dy, residual, x, weight, rstd, dx, dw)
+    yield from zip((h, y, dx), (x, oracle.rms_norm_forward(x, weight, 1e-5)[0], want_dx + residual), strict=True)
 
 
 def _raw_swiglu() -> Pairs:

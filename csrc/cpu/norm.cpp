@@ -1,4 +1,5 @@
-// RMSNorm: y = x * rstd * w with rstd = 1 / sqrt(mean(x^2) + eps), statistics in FP32.
+// RMSNorm: y = h * rstd * w with rstd = 1 / sqrt(mean(h^2) + eps), statistics in FP32; h = x, or x + residual rounded to their dtype.
+// The gradient dh that reaches h by other ways is added to that of the norm before the one rounding of dx.
 //
 // dw sums over all rows. Rows are cut into at most 64 bands whose number depends on the shape alone; each band adds its rows in order,
 // then the bands are added in order: the same bits for any number of threads.
@@ -31,12 +32,12 @@ void check_common(const TensorView& x, const TensorView& w, const TensorView& rs
   check_f32(rstd, "rstd", {x.size(0)}, "the rows of x");
 }
 
-}  // namespace
-
-// x[R, C], w[C] -> y[R, C] (dtype of x), rstd[R] f32
-void rms_norm_forward(TensorView x, TensorView w, TensorView y, TensorView rstd, double eps) {
+// residual and h: both or neither.
+void forward(const TensorView& x, const TensorView* residual, const TensorView& w, const TensorView& y, const TensorView* h,
+             const TensorView& rstd, double eps) {
   check_common(x, w, rstd);
   check_same(y, "y", x, "x");
+  if (residual) check_same(*residual, "residual", x, "x"), check_same(*h, "h", x, "x");
   TE_CHECK(std::isfinite(eps) && eps >= 0, "eps is " << eps << "; expected a finite value of at least 0");
   const int64_t rows = x.size(0), cols = x.size(1);
   if (cols == 0) {
@@ -45,17 +46,19 @@ void rms_norm_forward(TensorView x, TensorView w, TensorView y, TensorView rstd,
   }
   const std::vector<float> weight = weight_as_float(w);
   for_row_bands(rows, cols, [&](int64_t begin, int64_t count) {
-    TE_SIMD_CALL(rms_norm_forward_rows)(row_dtype(x), row(x, begin), count, cols, weight.data(), float(eps), row(y, begin),
+    if (residual) TE_SIMD_CALL(add)(row_dtype(x), row(x, begin), row(*residual, begin), count * cols, row(*h, begin));
+    TE_SIMD_CALL(rms_norm_forward_rows)(row_dtype(x), row(residual ? *h : x, begin), count, cols, weight.data(), float(eps), row(y, begin),
                                         data<float>(rstd) + begin);
   });
 }
 
-// dy[R, C], x[R, C], w[C], rstd[R] of the forward -> dx[R, C] (dtype of x), dw[C] f32
-void rms_norm_backward(TensorView dy, TensorView x, TensorView w, TensorView rstd, TensorView dx, TensorView dw) {
-  check_common(x, w, rstd);
-  check_same(dy, "dy", x, "x");
-  check_same(dx, "dx", x, "x");
-  const int64_t rows = x.size(0), cols = x.size(1);
+void backward(const TensorView& dy, const TensorView* dh, const TensorView& h, const TensorView& w, const TensorView& rstd,
+              const TensorView& dx, const TensorView& dw, const char* input) {
+  check_common(h, w, rstd);
+  check_same(dy, "dy", h, input);
+  if (dh) check_same(*dh, "dh", h, input);
+  check_same(dx, "dx", h, input);
+  const int64_t rows = h.size(0), cols = h.size(1);
   check_f32(dw, "dw", {cols}, "the features of x");
   const std::vector<float> weight = weight_as_float(w);
   int64_t band = (rows + kMaxBands - 1) / kMaxBands;
@@ -64,8 +67,8 @@ void rms_norm_backward(TensorView dy, TensorView x, TensorView w, TensorView rst
   std::vector<float> partial(bands * cols, 0.0f);
   parallel_for(bands, [&](int64_t b) {
     const int64_t begin = b * band, count = rows - begin < band ? rows - begin : band;
-    TE_SIMD_CALL(rms_norm_backward_rows)(row_dtype(x), row(dy, begin), row(x, begin), count, cols, weight.data(),
-                                         data<float>(rstd) + begin, row(dx, begin), partial.data() + b * cols);
+    TE_SIMD_CALL(rms_norm_backward_rows)(row_dtype(h), row(dy, begin), dh ? row(*dh, begin) : nullptr, row(h, begin), count, cols,
+                                         weight.data(), data<float>(rstd) + begin, row(dx, begin), partial.data() + b * cols);
   });
   float* out = data<float>(dw);
   for (int64_t c = 0; c < cols; ++c) out[c] = 0;
@@ -74,7 +77,31 @@ void rms_norm_backward(TensorView dy, TensorView x, TensorView w, TensorView rst
   }
 }
 
+}  // namespace
+
+// x[R, C], w[C] -> y[R, C] (dtype of x), rstd[R] f32
+void rms_norm_forward(TensorView x, TensorView w, TensorView y, TensorView rstd, double eps) {
+  forward(x, nullptr, w, y, nullptr, rstd, eps);
+}
+
+// x[R, C], residual[R, C], w[C] -> y[R, C], h[R, C] = x + residual (dtype of x), rstd[R] f32
+void rms_norm_residual_forward(TensorView x, TensorView residual, TensorView w, TensorView y, TensorView h, TensorView rstd, double eps) {
+  forward(x, &residual, w, y, &h, rstd, eps);
+}
+
+// dy[R, C], x[R, C], w[C], rstd[R] of the forward -> dx[R, C] (dtype of x), dw[C] f32
+void rms_norm_backward(TensorView dy, TensorView x, TensorView w, TensorView rstd, TensorView dx, TensorView dw) {
+  backward(dy, nullptr, x, w, rstd, dx, dw, "x");
+}
+
+// The same with dh[R, C], the gradient that reaches h[R, C] (what was normed) by other ways; dx is also that of the residual.
+void rms_norm_residual_backward(TensorView dy, TensorView dh, TensorView h, TensorView w, TensorView rstd, TensorView dx, TensorView dw) {
+  backward(dy, &dh, h, w, rstd, dx, dw, "h");
+}
+
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_forward, rms_norm_forward);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_residual_forward, rms_norm_residual_forward);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_backward, rms_norm_backward);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_residual_backward, rms_norm_residual_backward);
 
 }  // namespace te

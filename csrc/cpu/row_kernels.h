@@ -15,10 +15,12 @@ enum RowDtype : int { kRowF32 = 0, kRowBf16 = 1, kRowF16 = 2 };
 // y = x * rstd * w, rstd = 1 / sqrt(mean(x^2) + eps); x and y have one dtype.
 TE_SIMD_DECLARE(void, rms_norm_forward_rows,
                 (int dtype, const void* x, int64_t rows, int64_t cols, const float* w, float eps, void* y, float* rstd))
-// dx, and dw += sum over the rows, in order; dw[cols] belongs to this call.
+// dx (+ dh where it is given, before the rounding), and dw += sum over the rows, in order; dw[cols] belongs to this call.
 TE_SIMD_DECLARE(void, rms_norm_backward_rows,
-                (int dtype, const void* dy, const void* x, int64_t rows, int64_t cols, const float* w, const float* rstd, void* dx,
-                 float* dw))
+                (int dtype, const void* dy, const void* dh, const void* x, int64_t rows, int64_t cols, const float* w, const float* rstd,
+                 void* dx, float* dw))
+// sum[i] = a[i] + b[i], rounded to their dtype
+TE_SIMD_DECLARE(void, add, (int dtype, const void* a, const void* b, int64_t n, void* sum))
 // x[rows, 2*cols] = [gate | up], y[rows, cols]
 TE_SIMD_DECLARE(void, swiglu_forward_rows, (int dtype, const void* x, int64_t rows, int64_t cols, void* y))
 TE_SIMD_DECLARE(void, swiglu_backward_rows, (int dtype, const void* dy, const void* x, int64_t rows, int64_t cols, void* dx))

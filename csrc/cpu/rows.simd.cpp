@@ -49,8 +49,8 @@ void rms_norm_forward_t(const T* x, int64_t rows, int64_t cols, const float* __r
 }
 
 template <typename T>
-void rms_norm_backward_t(const T* dy, const T* x, int64_t rows, int64_t cols, const float* __restrict__ w, const float* rstd, T* dx,
-                         float* __restrict__ dw) {
+void rms_norm_backward_t(const T* dy, const T* dh, const T* x, int64_t rows, int64_t cols, const float* __restrict__ w, const float* rstd,
+                         T* dx, float* __restrict__ dw) {
   for (int64_t r = 0; r < rows; ++r) {
     const T* __restrict__ g = dy + r * cols;
     const T* __restrict__ xr = x + r * cols;
@@ -58,11 +58,16 @@ void rms_norm_backward_t(const T* dy, const T* x, int64_t rows, int64_t cols, co
     const float s = rstd[r];
     const float dot = sum_row(cols, [&](int64_t i) { return to_float(g[i]) * w[i] * (to_float(xr[i]) * s); });
     const float mean = dot / float(cols);
-    for (int64_t i = 0; i < cols; ++i) {
-      const float gi = to_float(g[i]), normed = to_float(xr[i]) * s;
-      dw[i] += gi * normed;
-      from_float((gi * w[i] - normed * mean) * s, out + i);
-    }
+    const auto write = [&](auto finish) {
+      for (int64_t i = 0; i < cols; ++i) {
+        const float gi = to_float(g[i]), normed = to_float(xr[i]) * s;
+        dw[i] += gi * normed;
+        from_float(finish((gi * w[i] - normed * mean) * s, i), out + i);
+      }
+    };
+    const T* __restrict__ more = dh ? dh + r * cols : nullptr;
+    if (more) write([&](float d, int64_t i) { return d + to_float(more[i]); });
+    else write([](float d, int64_t) { return d; });
   }
 }
 
@@ -164,9 +169,18 @@ void rms_norm_forward_rows(int dtype, const void* x, int64_t rows, int64_t cols,
   TE_BY_DTYPE(dtype, rms_norm_forward_t(as<T>(x), rows, cols, w, eps, as<T>(y), rstd))
 }
 
-void rms_norm_backward_rows(int dtype, const void* dy, const void* x, int64_t rows, int64_t cols, const float* w, const float* rstd,
-                            void* dx, float* dw) {
-  TE_BY_DTYPE(dtype, rms_norm_backward_t(as<T>(dy), as<T>(x), rows, cols, w, rstd, as<T>(dx), dw))
+void rms_norm_backward_rows(int dtype, const void* dy, const void* dh, const void* x, int64_t rows, int64_t cols, const float* w,
+                            const float* rstd, void* dx, float* dw) {
+  TE_BY_DTYPE(dtype, rms_norm_backward_t(as<T>(dy), as<T>(dh), as<T>(x), rows, cols, w, rstd, as<T>(dx), dw))
+}
+
+void add(int dtype, const void* a, const void* b, int64_t n, void* sum) {
+  TE_BY_DTYPE(dtype, {
+    const T* __restrict__ x = as<T>(a);
+    const T* __restrict__ y = as<T>(b);
+    T* __restrict__ out = as<T>(sum);
+    for (int64_t i = 0; i < n; ++i) from_float(to_float(x[i]) + to_float(y[i]), out + i);
+  })
 }
 
 void swiglu_forward_rows(int dtype, const void* x, int64_t rows, int64_t cols, void* y) {

@@ -14,8 +14,9 @@ __device__ __forceinline__ int row_column(int k) { return (k * kRowThreads + thr
 
 __device__ __forceinline__ float rsqrt_exact(float x) { return __fdiv_rn(1.f, __fsqrt_rn(x)); }
 
-// Sum over the block, the same order in every run; every thread gets it. sm holds one float a warp and may be reused at once.
-__device__ __forceinline__ float block_sum(float v, float* sm) {
+// Sum over the block, the same order in every run; every thread gets it. sm holds one float a warp and may be used again after the
+// next barrier of the block.
+__device__ __forceinline__ float block_sum_once(float v, float* sm) {
 #pragma unroll
   for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(0xffffffffu, v, d);
   if ((threadIdx.x & 31) == 0) sm[threadIdx.x >> 5] = v;
@@ -23,6 +24,12 @@ __device__ __forceinline__ float block_sum(float v, float* sm) {
   float total = 0.f;
 #pragma unroll
   for (int k = 0; k < kRowThreads / 32; ++k) total += sm[k];
+  return total;
+}
+
+// The same; sm may be used again at once.
+__device__ __forceinline__ float block_sum(float v, float* sm) {
+  const float total = block_sum_once(v, sm);
   __syncthreads();
   return total;
 }

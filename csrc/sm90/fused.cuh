@@ -36,15 +36,16 @@ __device__ __forceinline__ void normalise(const Vec8<bf16>& in, float rstd, cons
 struct NormSource {
   using type = bf16;
   static constexpr bool kPair = false;
+  static constexpr int kInputs = 1;
   const bf16* x;
   int64_t stride;
   const float* rstd;
   const void* w;
   bool w_fp32;
-  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<bf16>& v) const {
+  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<bf16>& v, uint64_t policy) const {
     if (n <= 0) return v.zero();
     Vec8<bf16> in;
-    in.load(x + row * stride + col);
+    in.load(x + row * stride + col, policy);
     normalise(in, rstd[row], Weights(w, w_fp32, col, col + n), v);
   }
 };
@@ -70,13 +71,14 @@ struct NormTiles {
 struct SwigluSource {
   using type = bf16;
   static constexpr bool kPair = false;
+  static constexpr int kInputs = 2;
   const bf16* x;
   int64_t stride, C;
-  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<bf16>& v) const {
+  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<bf16>& v, uint64_t policy) const {
     if (n <= 0) return v.zero();
     Vec8<bf16> gate, up;
-    gate.load(x + row * stride + col);
-    up.load(x + row * stride + C + col);
+    gate.load(x + row * stride + col, policy);
+    up.load(x + row * stride + C + col, policy);
     swiglu(gate, up, v);
   }
 };
@@ -100,15 +102,16 @@ struct SwigluTiles {  // maps: gate, up
 struct SwigluGradientSource {
   using type = bf16;
   static constexpr bool kPair = true;
+  static constexpr int kInputs = 3;
   const bf16* dy;
   const bf16* x;
   int64_t dy_stride, stride, C;
-  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<bf16>& d_gate, Vec8<bf16>& d_up) const {
+  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<bf16>& d_gate, Vec8<bf16>& d_up, uint64_t policy) const {
     if (n <= 0) return d_gate.zero(), d_up.zero();
     Vec8<bf16> grad, gate, up;
-    grad.load(dy + row * dy_stride + col);
-    gate.load(x + row * stride + col);
-    up.load(x + row * stride + C + col);
+    grad.load(dy + row * dy_stride + col, policy);
+    gate.load(x + row * stride + col, policy);
+    up.load(x + row * stride + C + col, policy);
     swiglu_gradient(grad, gate, up, d_gate, d_up);
   }
 };

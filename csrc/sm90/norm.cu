@@ -1,6 +1,7 @@
-// RMSNorm: y = x * rstd * w, rstd = 1 / sqrt(mean(x^2) + eps), FP32 inside, one row a block.
+// RMSNorm: y = h * rstd * w, rstd = 1 / sqrt(mean(h^2) + eps), FP32 inside, one row a block; h = x, or x + residual rounded to their dtype.
 //
-// forward reads x once and writes y and rstd. backward reads dy, x once and writes dx; dw is summed per block over the rows the
+// forward reads x (and residual) once and writes y, rstd (and h). backward reads dy, h once and writes dx; dh, the gradient that reaches h
+// by other ways, is added before the one rounding of dx. dw is summed per block over the rows the
 // block owns and then over blocks in a fixed order, so it is the same in every run.
 #include "block_row.cuh"
 #include "host.h"
@@ -31,8 +32,16 @@ struct Weight {
   }
 };
 
-template <typename T, int VECS, bool VEC>
-__global__ void __launch_bounds__(kRowThreads) rms_norm_forward_kernel(const T* x, int64_t stride, Weight<T> w, T* y, float* rstd, int C, float eps) {
+// A residual and its sum with x, [R, C].
+template <typename T>
+struct Residual {
+  const T* p;
+  T* h;
+};
+
+template <typename T, int VECS, bool VEC, bool RESIDUAL>
+__global__ void __launch_bounds__(kRowThreads, VECS * Elem<T>::kWords <= 8 ? 4 : 1)
+    rms_norm_forward_kernel(const T* x, int64_t stride, Residual<T> residual, Weight<T> w, T* y, float* rstd, int C, float eps) {
   __shared__ float sm[kRowThreads / 32];
   const int64_t r = blockIdx.x;
   const T* in = x + r * stride;
@@ -40,6 +49,16 @@ __global__ void __launch_bounds__(kRowThreads) rms_norm_forward_kernel(const T* 
   float sum = 0.f;
 #pragma unroll
   for (int k = 0; k < VECS; ++k) v[k].template load_n<VEC>(in + row_column(k), C - row_column(k));
+  if constexpr (RESIDUAL) {
+    Vec8<T> add[VECS];
+#pragma unroll
+    for (int k = 0; k < VECS; ++k) add[k].template load_n<VEC>(residual.p + r * C + row_column(k), C - row_column(k));
+#pragma unroll
+    for (int k = 0; k < VECS; ++k) {
+      v[k].add(add[k]);
+      v[k].template store_n<VEC>(residual.h + r * C + row_column(k), C - row_column(k));
+    }
+  }
 #pragma unroll
   for (int k = 0; k < VECS; ++k)
 #pragma unroll
@@ -60,9 +79,15 @@ __global__ void __launch_bounds__(kRowThreads) rms_norm_forward_kernel(const T* 
 }
 
 // Rows blockIdx.x, blockIdx.x + gridDim.x, ...; partial[blockIdx.x, C] receives this block's share of dw.
-template <typename T, int VECS, bool VEC>
-__global__ void __launch_bounds__(kRowThreads) rms_norm_backward_kernel(const T* dy, int64_t dy_stride, const T* x, int64_t x_stride, Weight<T> w,
-                                                                        const float* rstd, T* dx, float* partial, int64_t R, int C) {
+constexpr int kBackwardBlocks = 2;  // an SM; dw is summed in this grouping
+
+template <typename T, int VECS>
+constexpr bool kAhead = VECS * Elem<T>::kWords <= 8;  // registers hold two rows: the next one is on its way while one is computed
+
+template <typename T, int VECS, bool VEC, bool RESIDUAL>
+__global__ void __launch_bounds__(kRowThreads, VECS * Elem<T>::kWords <= 16 ? kBackwardBlocks : 1)
+    rms_norm_backward_kernel(const T* dy, int64_t dy_stride, const T* dh, const T* x, int64_t x_stride, Weight<T> w, const float* rstd, T* dx,
+                             float* partial, int64_t R, int C) {
   __shared__ float sm[kRowThreads / 32];
   float dw[VECS][8];
   Vec8<T> weights[VECS];  // in T; an FP32 weight is read again where it is needed
@@ -77,14 +102,34 @@ __global__ void __launch_bounds__(kRowThreads) rms_norm_backward_kernel(const T*
 #pragma unroll
     for (int j = 0; j < 8; ++j) out[j] = weights[k].get(j);
   };
-  for (int64_t r = blockIdx.x; r < R; r += gridDim.x) {
-    Vec8<T> g[VECS], v[VECS];
+  constexpr bool ahead = kAhead<T, VECS>;
+  struct Row {
+    Vec8<T> g[VECS], v[VECS], more[RESIDUAL && ahead ? VECS : 1];
+    float s;
+  };
+  auto load_more = [&](int64_t r, int k, Vec8<T>& more) { more.template load_n<VEC>(dh + r * C + row_column(k), C - row_column(k)); };
+  auto load = [&](int64_t r, Row& row) {
 #pragma unroll
     for (int k = 0; k < VECS; ++k) {
-      g[k].template load_n<VEC>(dy + r * dy_stride + row_column(k), C - row_column(k));
-      v[k].template load_n<VEC>(x + r * x_stride + row_column(k), C - row_column(k));
+      const int c = row_column(k);
+      row.g[k].template load_n<VEC>(dy + r * dy_stride + c, C - c);
+      row.v[k].template load_n<VEC>(x + r * x_stride + c, C - c);
+      if constexpr (RESIDUAL && ahead) load_more(r, k, row.more[k]);
     }
-    const float s = rstd[r];
+    row.s = rstd[r];
+  };
+  Row row, next;
+  if (ahead && blockIdx.x < R) load(blockIdx.x, next);
+  for (int64_t r = blockIdx.x; r < R; r += gridDim.x) {
+    if constexpr (ahead) {
+      row = next;
+      if (r + gridDim.x < R) load(r + gridDim.x, next);
+    } else {
+      load(r, row);
+    }
+    auto& g = row.g;
+    auto& v = row.v;
+    const float s = row.s;
     float dot = 0.f;
 #pragma unroll
     for (int k = 0; k < VECS; ++k) {
@@ -103,13 +148,18 @@ __global__ void __launch_bounds__(kRowThreads) rms_norm_backward_kernel(const T*
       const int c = row_column(k);
       if (c >= C) break;
       Vec8<T> out;
+      auto& more = row.more[RESIDUAL && ahead ? k : 0];
+      if constexpr (RESIDUAL && !ahead) load_more(r, k, more);
       float weight[8];
       weight_of(k, weight);
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         float d[2];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) d[h] = s * (g[k].get(j + h) * weight[j + h] - v[k].get(j + h) * s * mean);
+        for (int h = 0; h < 2; ++h) {
+          d[h] = s * (g[k].get(j + h) * weight[j + h] - v[k].get(j + h) * s * mean);
+          if constexpr (RESIDUAL) d[h] += more.get(j + h);
+        }
         out.set2(j, d[0], d[1]);
       }
       out.template store_n<VEC>(dx + r * C + c, C - c);
@@ -148,17 +198,32 @@ Weight<T> weight_of(const TensorView& w, const TensorView& x, int64_t C) {
   return {pointer<const void>(w), is_f32(w)};
 }
 
-void rms_norm_forward(TensorView x, TensorView w, TensorView y, TensorView rstd, double eps) {
+// A tensor beside x: its shape, dtype and device, contiguous.
+void check_like(const TensorView& t, const char* name, const TensorView& x) {
+  check_shape(t, name, {x.size(0), x.size(1)});
+  check_contiguous(t, name);
+  check_same_device(t, x, name);
+  TE_CHECK(float_type(t, name) == float_type(x, "x"), name << " must have the dtype of x");
+}
+
+// Calls f(bool_constant).
+template <typename F>
+void with_flag(bool flag, F&& f) {
+  if (flag) f(std::true_type{});
+  else f(std::false_type{});
+}
+
+// residual and h: both or neither.
+void forward(const TensorView& x, const TensorView* residual, const TensorView& w, const TensorView& y, const TensorView* h, const TensorView& rstd,
+             double eps, const char* what) {
   const Launch l(x);
   const Type type = float_type(x, "x");
   const int64_t stride = row_stride(x, "x"), R = x.size(0), C = x.size(1);
   check_row_width(C);
-  check_shape(y, "y", {R, C});
-  check_contiguous(y, "y");
-  TE_CHECK(float_type(y, "y") == type, "y must have the dtype of x");
+  check_like(y, "y", x);
+  if (residual) check_like(*residual, "residual", x), check_like(*h, "h", x);
   check_f32(rstd, "rstd");
   check_shape(rstd, "rstd", {R});
-  check_same_device(y, x, "y");
   check_same_device(rstd, x, "rstd");
   with_type(type, [&](auto tag) {
     using T = decltype(tag);
@@ -166,29 +231,35 @@ void rms_norm_forward(TensorView x, TensorView w, TensorView y, TensorView rstd,
     if (R == 0) return;
     const T* in = pointer<const T>(x);
     T* out = pointer<T>(y);
-    with_vectors<T>(C, aligned(in, 16) && aligned(out, 16) && aligned(weight.p, 16) && stride * sizeof(T) % 16 == 0, [&](auto vecs, auto vec) {
-      rms_norm_forward_kernel<T, vecs.value, vec.value><<<static_cast<unsigned>(R), kRowThreads, 0, l.stream>>>(
-          in, stride, weight, out, pointer<float>(rstd), static_cast<int>(C), static_cast<float>(eps));
+    const Residual<T> add{residual ? pointer<const T>(*residual) : nullptr, residual ? pointer<T>(*h) : nullptr};
+    const bool ok = aligned(in, 16) && aligned(out, 16) && aligned(weight.p, 16) && aligned(add.p, 16) && aligned(add.h, 16) &&
+                    stride * sizeof(T) % 16 == 0;
+    with_vectors<T>(C, ok, [&](auto vecs, auto vec) {
+      with_flag(residual != nullptr, [&](auto adds) {
+        rms_norm_forward_kernel<T, vecs.value, vec.value, adds.value><<<static_cast<unsigned>(R), kRowThreads, 0, l.stream>>>(
+            in, stride, add, weight, out, pointer<float>(rstd), static_cast<int>(C), static_cast<float>(eps));
+      });
     });
   });
-  TE_LAUNCHED("rms_norm_forward");
+  TE_LAUNCHED(what);
 }
 
-void rms_norm_backward(TensorView dy, TensorView x, TensorView w, TensorView rstd, TensorView dx, TensorView dw) {
+void backward(const TensorView& dy, const TensorView* dh, const TensorView& x, const TensorView& w, const TensorView& rstd, const TensorView& dx,
+              const TensorView& dw, const char* what) {
   const Launch l(x);
   const Type type = float_type(x, "x");
   const int64_t stride = row_stride(x, "x"), dy_stride = row_stride(dy, "dy"), R = x.size(0), C = x.size(1);
   check_row_width(C);
   check_shape(dy, "dy", {R, C});
-  check_shape(dx, "dx", {R, C});
-  check_contiguous(dx, "dx");
-  TE_CHECK(float_type(dy, "dy") == type && float_type(dx, "dx") == type, "dy and dx must have the dtype of x");
+  TE_CHECK(float_type(dy, "dy") == type, "dy must have the dtype of x");
+  check_like(dx, "dx", x);
+  if (dh) check_like(*dh, "dh", x);
   check_f32(rstd, "rstd");
   check_shape(rstd, "rstd", {R});
   check_f32(dw, "dw");
   check_shape(dw, "dw", {C});
-  for (const auto& [t, name] : {std::pair{dy, "dy"}, {dx, "dx"}, {rstd, "rstd"}, {dw, "dw"}}) check_same_device(t, x, name);
-  const int blocks = static_cast<int>(std::min<int64_t>(R, l.sms * 3));
+  for (const auto& [t, name] : {std::pair{dy, "dy"}, {rstd, "rstd"}, {dw, "dw"}}) check_same_device(t, x, name);
+  const int blocks = static_cast<int>(std::min<int64_t>(R, l.sms * kBackwardBlocks));
   with_type(type, [&](auto tag) {
     using T = decltype(tag);
     const auto weight = weight_of<T>(w, x, C);
@@ -197,21 +268,43 @@ void rms_norm_backward(TensorView dy, TensorView x, TensorView w, TensorView rst
       return;
     }
     const Scratch partial(l.device(), l.stream, sizeof(float) * blocks * C);
-    const T *in = pointer<const T>(x), *grad = pointer<const T>(dy);
+    const T *in = pointer<const T>(x), *grad = pointer<const T>(dy), *more = dh ? pointer<const T>(*dh) : nullptr;
     T* out = pointer<T>(dx);
-    const bool ok = aligned(in, 16) && aligned(weight.p, 16) && aligned(grad, 16) && aligned(out, 16) && stride * sizeof(T) % 16 == 0 && dy_stride * sizeof(T) % 16 == 0;
+    const bool ok = aligned(in, 16) && aligned(weight.p, 16) && aligned(grad, 16) && aligned(more, 16) && aligned(out, 16) &&
+                    stride * sizeof(T) % 16 == 0 && dy_stride * sizeof(T) % 16 == 0;
     with_vectors<T>(C, ok, [&](auto vecs, auto vec) {
-      rms_norm_backward_kernel<T, vecs.value, vec.value><<<blocks, kRowThreads, 0, l.stream>>>(
-          grad, dy_stride, in, stride, weight, pointer<const float>(rstd), out, partial.as<float>(), R, static_cast<int>(C));
+      with_flag(dh != nullptr, [&](auto adds) {
+        rms_norm_backward_kernel<T, vecs.value, vec.value, adds.value><<<blocks, kRowThreads, 0, l.stream>>>(
+            grad, dy_stride, more, in, stride, weight, pointer<const float>(rstd), out, partial.as<float>(), R, static_cast<int>(C));
+      });
     });
     sum_partials_kernel<<<static_cast<unsigned>(ceil_div(C, 32)), dim3(32, 8), 0, l.stream>>>(partial.as<float>(), blocks, pointer<float>(dw),
                                                                                                static_cast<int>(C));
   });
-  TE_LAUNCHED("rms_norm_backward");
+  TE_LAUNCHED(what);
+}
+
+// x[R, C], w[C] -> y[R, C], rstd[R].
+void rms_norm_forward(TensorView x, TensorView w, TensorView y, TensorView rstd, double eps) {
+  forward(x, nullptr, w, y, nullptr, rstd, eps, "rms_norm_forward");
+}
+// x[R, C], residual[R, C], w[C] -> y[R, C], h[R, C], rstd[R].
+void rms_norm_residual_forward(TensorView x, TensorView residual, TensorView w, TensorView y, TensorView h, TensorView rstd, double eps) {
+  forward(x, &residual, w, y, &h, rstd, eps, "rms_norm_residual_forward");
+}
+// dy[R, C], x[R, C], w[C], rstd[R] -> dx[R, C], dw[C].
+void rms_norm_backward(TensorView dy, TensorView x, TensorView w, TensorView rstd, TensorView dx, TensorView dw) {
+  backward(dy, nullptr, x, w, rstd, dx, dw, "rms_norm_backward");
+}
+// dy[R, C], dh[R, C], h[R, C], w[C], rstd[R] -> dx[R, C] (of x and of the residual), dw[C].
+void rms_norm_residual_backward(TensorView dy, TensorView dh, TensorView h, TensorView w, TensorView rstd, TensorView dx, TensorView dw) {
+  backward(dy, &dh, h, w, rstd, dx, dw, "rms_norm_residual_backward");
 }
 
 }  // namespace
 }  // namespace te
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_forward, te::rms_norm_forward);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_residual_forward, te::rms_norm_residual_forward);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_backward, te::rms_norm_backward);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_residual_backward, te::rms_norm_residual_backward);

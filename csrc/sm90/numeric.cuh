@@ -168,6 +168,10 @@ struct Vec8 {
       w[j + 1] = __float_as_uint(b);
     }
   }
+  __device__ __forceinline__ void add(const Vec8& other) {  // rounded to T
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) set2(j, get(j) + other.get(j), get(j + 1) + other.get(j + 1));
+  }
   __device__ __forceinline__ void zero() {
 #pragma unroll
     for (int k = 0; k < Elem<T>::kWords; ++k) w[k] = 0;
@@ -180,6 +184,14 @@ struct Vec8 {
       const uint4 b = __ldg(reinterpret_cast<const uint4*>(p) + 1);
       w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
     }
+  }
+  // The same, with a cache policy of L2 (ptx.cuh).
+  __device__ __forceinline__ void load(const T* p, uint64_t policy) {
+#pragma unroll
+    for (int k = 0; k < Elem<T>::kWords; k += 4)
+      asm volatile("ld.global.nc.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
+          : "=r"(w[k]), "=r"(w[k + 1]), "=r"(w[k + 2]), "=r"(w[k + 3])
+          : "l"(reinterpret_cast<const uint32_t*>(p) + k), "l"(policy));
   }
   __device__ __forceinline__ void load_shared(const void* p) {
     const uint4 a = static_cast<const uint4*>(p)[0];
@@ -217,17 +229,25 @@ struct Vec8 {
       }
     }
   }
-  // VEC: rows are 16-byte aligned and n is 0 or 8 (or a multiple of 8 bounds the row).
+  // The first n of eight elements (more than eight: all, less than one: none). VEC: p is 16-byte aligned, and n a multiple of 8: the
+  // element-by-element code is then not even compiled, and a bound costs a predicate.
   template <bool VEC>
   __device__ __forceinline__ void load_n(const T* p, int64_t n) {
-    if (n >= 8 && VEC) load(p);
-    else if (n <= 0) zero();
+    if (n <= 0) zero();
+    else if constexpr (VEC) load(p);
     else load_some(p, n < 8 ? static_cast<int>(n) : 8);
   }
   template <bool VEC>
+  __device__ __forceinline__ void load_n(const T* p, int64_t n, uint64_t policy) {
+    if constexpr (!VEC) load_n<VEC>(p, n);
+    else if (n > 0) load(p, policy);
+    else zero();
+  }
+  template <bool VEC>
   __device__ __forceinline__ void store_n(T* p, int64_t n) const {
-    if (n >= 8 && VEC) store(p);
-    else if (n > 0) store_some(p, n < 8 ? static_cast<int>(n) : 8);
+    if (n <= 0) return;
+    if constexpr (VEC) store(p);
+    else store_some(p, n < 8 ? static_cast<int>(n) : 8);
   }
 };
 

@@ -10,10 +10,11 @@ template <typename T, bool VEC>
 struct PlainSource {
   using type = T;
   static constexpr bool kPair = false;
+  static constexpr int kInputs = 1;
   const T* x;
   int64_t stride;
-  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<T>& v) const {
-    v.template load_n<VEC>(x + row * stride + col, n);
+  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<T>& v, uint64_t policy) const {
+    v.template load_n<VEC>(x + row * stride + col, n, policy);
   }
 };
 
@@ -52,32 +53,31 @@ void launch_overlapping(const Context& l, void (*kernel)(Parameters...), unsigne
 }
 
 template <class Tiles, int FMT, int MODE, bool TR>
-void launch_tiles_of(const Context& l, const Tiles& source, const QuantArgs& q, bool after) {
+void launch_tiles_of(const Context& l, const Tiles& source, const QuantArgs& q, Before before) {
   using Shape = TilesShape<Tiles, MODE, TR>;
   auto* kernel = quantize_tiles_kernel<Tiles, FMT, MODE, TR>;
   static const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSmem);
   (void)ready;  // a failure shows at the launch
   const int64_t tiles = ceil_div(q.R, kTile) * ceil_div(Tiles::kPair ? q.C / 2 : q.C, kTile);
   const unsigned grid = static_cast<unsigned>(std::min<int64_t>(tiles, static_cast<int64_t>(l.sms) * Shape::kBlocks));
-  launch_overlapping(l, kernel, grid, kQuantThreads, Shape::kSmem, source, q, after);
+  launch_overlapping(l, kernel, grid, kQuantThreads, Shape::kSmem, source, q, before, TR ? reuse.band : 1, reuse.cast_first);
 }
 
-// `after`: a kernel of the same op ran just before, over the same tensor: its results are needed, and L2 holds the end of the tensor.
 // How the casts of a tensor are launched: through TMA, or one tile a block where its rows forbid that.
 template <class Tiles>
 struct ByTiles {
   const Tiles& tiles;
   template <int FMT, int MODE>
-  void launch(const Context& l, const QuantArgs& q, bool after) const {
-    if (q.data_t) launch_tiles_of<Tiles, FMT, MODE, true>(l, tiles, q, after);
-    else launch_tiles_of<Tiles, FMT, MODE, false>(l, tiles, q, after);
+  void launch(const Context& l, const QuantArgs& q, Before before) const {
+    if (q.data_t) launch_tiles_of<Tiles, FMT, MODE, true>(l, tiles, q, before);
+    else launch_tiles_of<Tiles, FMT, MODE, false>(l, tiles, q, before);
   }
 };
 template <class Source>
 struct Direct {
   const Source& source;
   template <int FMT, int MODE>
-  void launch(const Context& l, const QuantArgs& q, bool) const {
+  void launch(const Context& l, const QuantArgs& q, Before) const {
     launch_direct<Source, FMT, MODE>(l, source, q);
   }
 };
@@ -86,48 +86,49 @@ template <class Source>
 void launch_amax(const Context& l, const Source& source, const QuantArgs& q, uint32_t* row_amax, uint32_t* col_amax) {
   const int64_t tiles = ceil_div(q.R, kTile) * ceil_div(Source::kPair ? q.C / 2 : q.C, kTile);
   const unsigned grid = static_cast<unsigned>(std::min<int64_t>(tiles, static_cast<int64_t>(l.sms) * kQuantBlocks<Source>));
-  amax_kernel<<<grid, kQuantThreads, 0, l.stream>>>(source, q.R, q.C, q.used, q.stats, row_amax, col_amax);
+  const int64_t kept = int64_t{reuse.keep_mb} * 1000000 / (int64_t{kTile} * kTile * sizeof(typename Source::type) * Source::kInputs);
+  launch_overlapping(l, amax_kernel<Source>, grid, kQuantThreads, 0, source, q.R, q.C, q.used, q.stats, row_amax, col_amax, tiles - kept,
+                    reuse.early_first);
 }
 
-// Row, block and MX scaling. Row scaling reads twice: the scale of the first value of a row depends on the last one.
+// Row, block and MX scaling. Row scaling reads twice: the scale of the first value of a row depends on the last one;
+// begin_quantize has zeroed the arrays of maxima.
 template <int FMT, class Source, class Cast>
-void quantize_scaled(const Context& l, const Source& source, const Cast& cast, QuantArgs q, int64_t granularity, bool after) {
+void quantize_scaled(const Context& l, const Source& source, const Cast& cast, QuantArgs q, int64_t granularity, Before before) {
   q.write_stats = true;
-  if (granularity == kBlock1x128) return cast.template launch<FMT, kMode1x128>(l, q, after);
-  if (granularity == kBlock128x128) return cast.template launch<FMT, kMode128x128>(l, q, after);
-  if (granularity == kMx) return cast.template launch<FMT, kModeMx>(l, q, after);
+  if (granularity == kBlock1x128) return cast.template launch<FMT, kMode1x128>(l, q, before);
+  if (granularity == kBlock128x128) return cast.template launch<FMT, kMode128x128>(l, q, before);
+  if (granularity == kMx) return cast.template launch<FMT, kModeMx>(l, q, before);
   uint32_t* row_amax = static_cast<uint32_t*>(q.scale_inv);
   uint32_t* col_amax = static_cast<uint32_t*>(q.scale_inv_t);
-  cudaMemsetAsync(row_amax, 0, q.R * 4, l.stream);
-  if (col_amax) cudaMemsetAsync(col_amax, 0, q.C * 4, l.stream);
   launch_amax(l, source, q, row_amax, col_amax);
   q.write_stats = false;
   q.row_amax = row_amax, q.col_amax = col_amax;
-  cast.template launch<FMT, kAmaxArrays>(l, q, true);
+  cast.template launch<FMT, kAmaxArrays>(l, q, std::max(before, Before::kPass));
   const int64_t nb = col_amax ? q.C : 0;
   finish_scales_kernel<FMT><<<static_cast<unsigned>(ceil_div(q.R + nb, 256)), 256, 0, l.stream>>>(row_amax, q.R, col_amax, nb, q.pow2);
 }
 
 // Tensor scaling: one read with a given scale (delayed), two without (current). have_amax: stats are complete already.
 template <int FMT, class Source, class Cast>
-void quantize_tensor(const Context& l, const Source& source, const Cast& cast, QuantArgs q, bool after, bool have_amax) {
+void quantize_tensor(const Context& l, const Source& source, const Cast& cast, QuantArgs q, Before before, bool have_amax) {
   q.write_stats = q.scale != nullptr;
   if (!q.scale && !have_amax) launch_amax(l, source, q, nullptr, nullptr);
-  cast.template launch<FMT, kGiven>(l, q, after || q.scale == nullptr);
+  cast.template launch<FMT, kGiven>(l, q, q.scale ? before : std::max(before, Before::kPass));
 }
 
 // FUSED: E5M2 with tensor scaling only (the gradients of fp8_current and fp8_delayed); the host code has refused the rest.
 
 template <bool FUSED, class Source, class Cast>
-void quantize_all(const Context& l, const Source& source, const Cast& cast, const QuantArgs& q, int64_t granularity, int64_t format, bool after,
+void quantize_all(const Context& l, const Source& source, const Cast& cast, const QuantArgs& q, int64_t granularity, int64_t format, Before before,
                   bool have_amax = false) {
   if (granularity == kTensor) {
-    if (format == kE4M3) quantize_tensor<kE4M3>(l, source, cast, q, after, have_amax);
-    else quantize_tensor<kE5M2>(l, source, cast, q, after, have_amax);
+    if (format == kE4M3) quantize_tensor<kE4M3>(l, source, cast, q, before, have_amax);
+    else quantize_tensor<kE5M2>(l, source, cast, q, before, have_amax);
   } else if (format == kE4M3) {
-    quantize_scaled<kE4M3>(l, source, cast, q, granularity, after);
+    quantize_scaled<kE4M3>(l, source, cast, q, granularity, before);
   } else if constexpr (!FUSED) {
-    quantize_scaled<kE5M2>(l, source, cast, q, granularity, after);
+    quantize_scaled<kE5M2>(l, source, cast, q, granularity, before);
   }
 }
 

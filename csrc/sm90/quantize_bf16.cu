@@ -10,10 +10,10 @@ void quantize_bf16(const Context& l, const void* x, int64_t stride, const CUtens
   if (granularity == kRow && !q.data_t && !q.used && q.C <= kMaxRowWidth) return quantize_rows(l, static_cast<const T*>(x), stride, map != nullptr, q, format);
   if (map) {
     const PlainTiles<T> tiles{{*map}};
-    quantize_all<false>(l, PlainSource<T, true>{static_cast<const T*>(x), stride}, ByTiles<PlainTiles<T>>{tiles}, q, granularity, format, false);
+    quantize_all<false>(l, PlainSource<T, true>{static_cast<const T*>(x), stride}, ByTiles<PlainTiles<T>>{tiles}, q, granularity, format, Before::kNothing);
   } else {
     const PlainSource<T, false> source{static_cast<const T*>(x), stride};
-    quantize_all<false>(l, source, Direct<PlainSource<T, false>>{source}, q, granularity, format, false);
+    quantize_all<false>(l, source, Direct<PlainSource<T, false>>{source}, q, granularity, format, Before::kNothing);
   }
 }
 

@@ -72,19 +72,25 @@ inline bool rows_are_vectors(const void* x, int64_t C, int64_t stride, int64_t s
   return C % 8 == 0 && aligned(x, 16) && stride * size % 16 == 0;
 }
 
-// A kernel and not a memset: the next kernel may start while this one ends (see quantize_tiles_kernel), but not before it starts.
+// Zeroes n statistics and two arrays. A kernel and not a memset: the next kernel may start while this one ends (see
+// quantize_tiles_kernel), but not before it starts.
 template <int = 0>
-__global__ void zero_stats_kernel(float* stats) {
+__global__ void zero_stats_kernel(float* stats, int64_t n, float* a, int64_t na, float* b, int64_t nb) {
   ptx::let_next_kernel_start();
-  stats[threadIdx.x] = 0.f;
+  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  if (i < n) stats[i] = 0.f;
+  if (i < na) a[i] = 0.f;
+  else if (i < na + nb) b[i - na] = 0.f;
 }
 
-// Zeroes stats, deals with empty tensors. False: nothing is left to do.
+// Zeroes stats (and scales per row, where maxima are collected), deals with empty tensors. False: nothing is left to do.
 inline bool begin_quantize(const Launch& l, const QuantArgs& q, int64_t granularity) {
-  zero_stats_kernel<<<1, 2, 0, l.stream>>>(q.stats);
+  const bool row = granularity == kRow;
+  const int64_t na = row ? q.R : 0, nb = row && q.scale_inv_t ? q.C : 0;
+  zero_stats_kernel<<<static_cast<unsigned>(ceil_div(std::max<int64_t>(na + nb, 2), 256)), 256, 0, l.stream>>>(
+      q.stats, 2, static_cast<float*>(q.scale_inv), na, static_cast<float*>(q.scale_inv_t), nb);
   if (q.R > 0 && q.C > 0) return true;
   // What has no values has amax 0: scale 1 (a tensor's scale, or the columns of a transposed copy of no rows).
-  const bool row = granularity == kRow;
   if (granularity == kTensor || row)
     empty_scales_kernel<<<1, 256, 0, l.stream>>>(q.scale, static_cast<float*>(q.scale_inv), row ? q.R : 1, static_cast<float*>(q.scale_inv_t),
                                                  !q.data_t && !q.scale_inv_t ? 0 : row ? q.C : 1);

@@ -106,10 +106,11 @@ class OurLayer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         sizes = self.inputs.sizes
-        q, k, v = tp.qkv_rope(self.qkv(x), self.inputs.positions, heads=sizes.heads, kv_heads=sizes.kv_heads,
+        qkv, x = self.qkv(x, return_input=True)
+        q, k, v = tp.qkv_rope(qkv, self.inputs.positions, heads=sizes.heads, kv_heads=sizes.kv_heads,
                               inv_freq=self.inputs.inv_freq)
-        x = x + self.proj(self.attend(q, k, v).flatten(1))
-        return x + self.mlp(x)
+        out, x = self.mlp(self.proj(self.attend(q, k, v).flatten(1)), residual=x)
+        return x + out
 
 
 class TorchLayer(nn.Module):

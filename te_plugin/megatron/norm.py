@@ -21,22 +21,26 @@ def refuse_other_norms(config) -> None:
 class RMSNorm(torch.nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; statistics in FP32.
 
-    Built as (config=, hidden_size=, eps=); fallback: what framework maths on a GPU means (plan.plan).
+    Built as (config=, hidden_size=, eps=); fallback: what framework maths on a GPU means (plan.plan). has_residual: Megatron goes
+    on with the norm's input beside its output; with config.fused_residual_rmsnorm the result is then (output, input), and the
+    gradient of that input is added inside the norm's backward.
     """
 
-    def __init__(self, config, hidden_size: int, eps: float = 1e-5, *, fallback: str = "error", **unknown):
+    def __init__(self, config, hidden_size: int, eps: float = 1e-5, *, has_residual: bool = False, fallback: str = "error",
+                 **unknown):
         super().__init__()
         refuse_unknown(type(self), unknown)
         refuse_other_norms(config)
         self.eps, self.fallback = eps, fallback
+        self.return_input = has_residual and getattr(config, "fused_residual_rmsnorm", False)
         self.weight = new_parameter((hidden_size,), config)
         if config.perform_initialization:
             torch.nn.init.ones_(self.weight)
         # Under sequence parallelism each rank normalises its own tokens: Megatron then reduces this gradient over the TP group.
         self.weight.sequence_parallel = config.sequence_parallel
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, self.weight, self.eps, fallback=self.fallback)
+    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        return functional.rms_norm(x, self.weight, self.eps, return_input=self.return_input, fallback=self.fallback)
 
 
 class SwiGLU(torch.nn.Module):

@@ -58,7 +58,7 @@ class PluginSpecProvider(BackendSpecProvider):
         return partial((GatedMLP if self.fuse else MLP).as_mlp_submodule, submodules=submodules)
 
     def layer_norm(self, rms_norm: bool = True, for_qk: bool = False, has_residual: bool = False):
-        return partial(RMSNorm, fallback=self.fallback)
+        return partial(RMSNorm, has_residual=has_residual, fallback=self.fallback)
 
     def core_attention(self):
         return ModuleSpec(module=CoreAttention, params={"options": self.attention})
@@ -81,12 +81,13 @@ def layer_spec(config, vp_stage: int | None = None, *, attention: AttentionOptio
     Positions: by Megatron's rotary module unless attention.rope is set (see rope_layer_spec).
     fallback: what framework maths on a GPU means (plan.plan): error, warn or allow. fuse: the norms belong to the linear layers
     after them (parameter layer_norm_weight), which in FP8 quantise their output where it is made; SwiGLU likewise.
+    config.fused_residual_rmsnorm: norms that stand alone (all with fuse=False; a mixture's) add the residual's gradient in their
+    backward, with one rounding less than a sum outside.
     ConfigError for settings that would be accepted and ignored, config.fp8 first of all.
     """
     refuse_unsupported(config)
     _refuse_model(config)
-    if fuse:
-        _refuse_norm_handling(config)
+    _refuse_norm_handling(config, fuse)
     provider = PluginSpecProvider(attention, fallback, fuse)
     layers = [_layer(config, provider, _is_moe(config, index))
               for index in _layer_indices(config, vp_stage, pp_rank)]
@@ -117,7 +118,7 @@ def rope_layer_spec(config, vp_stage: int | None = None) -> TransformerBlockSubm
 def _layer(config, provider: PluginSpecProvider, moe: bool) -> ModuleSpec:
     qk_norm = provider.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
     norm_is_fused = provider.fuse_layernorm_and_linear()
-    norm = IdentityOp if norm_is_fused else provider.layer_norm()
+    norm = IdentityOp if norm_is_fused else provider.layer_norm(has_residual=True)
     linear_qkv = provider.column_parallel_layer_norm_linear() if norm_is_fused else provider.column_parallel_linear()
     return ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules(
         input_layernorm=norm,
@@ -128,7 +129,7 @@ def _layer(config, provider: PluginSpecProvider, moe: bool) -> ModuleSpec:
                 linear_proj=provider.row_parallel_linear(), q_layernorm=qk_norm, k_layernorm=qk_norm)),
         self_attn_bda=get_bias_dropout_add,
         # The router reads what the experts read: its norm stands alone.
-        pre_mlp_layernorm=provider.layer_norm() if moe else norm,
+        pre_mlp_layernorm=provider.layer_norm(has_residual=True) if moe else norm,
         mlp=_moe(config, provider) if moe else provider.mlp(config.use_te_activation_func),
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={} if norm_is_fused else _fused_names(moe)))
@@ -162,14 +163,23 @@ def _is_moe(config, layer: int) -> bool:
     return layer % freq == 0 if isinstance(freq, int) else bool(freq[layer])
 
 
-def _refuse_norm_handling(config) -> None:
-    """What Megatron does to norms that are modules of their own, it leaves out without a word where there is none."""
-    asked = []
+def _refuse_norm_handling(config, fuse: bool) -> None:
+    """What Megatron does to norms that are modules of their own, it leaves out without a word where there is none.
+
+    And what frees the output of a norm would free its input, where fused_residual_rmsnorm makes that an output too.
+    """
+    asked, joined = [], getattr(config, "fused_residual_rmsnorm", False)
+    if fuse and joined and not config.num_moe_experts:
+        raise ConfigError("fused_residual_rmsnorm=True: no norm of this model stands alone before a residual; unset it, or build "
+                          "the specification with fuse=False")
     if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or []):
         asked.append("recompute_modules has 'layernorm'")
     asked += [f"offload_modules has '{name}'" for name in ("attn_norm", "mlp_norm")
               if getattr(config, "fine_grained_activation_offloading", False) and name in (config.offload_modules or [])]
-    if asked:
+    if asked and joined:
+        raise ConfigError(f"{asked[0]}: that frees the norm's outputs, and with fused_residual_rmsnorm=True one of them is its "
+                          f"input; set one of the two only")
+    if asked and fuse:
         raise ConfigError(f"{asked[0]}: the norms belong to the linear layers after them here, and keep no output in FP8; remove "
                           f"it, or build the specification with fuse=False")
 

@@ -56,6 +56,9 @@ class _NoGraph:
     def save_for_backward(self, *tensors) -> None:
         pass
 
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
 
 def apply(function: type[torch.autograd.Function], tensors: tuple[torch.Tensor | None, ...], *others):
     """function.apply(*tensors, *others); where no graph is to be built, its forward alone without autograd's bookkeeping (5 us).

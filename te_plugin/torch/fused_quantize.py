@@ -17,7 +17,13 @@ from te_plugin.torch import launches
 from te_plugin.torch.call import define, dtype_name, empty, launch, target_of
 from te_plugin.torch.options import Options
 from te_plugin.torch.options import options as options_of
-from te_plugin.torch.pointwise import PointwiseOptions, norm_forward_impl, swiglu_backward_impl, swiglu_forward_impl
+from te_plugin.torch.pointwise import (
+    PointwiseOptions,
+    norm_forward_impl,
+    norm_residual_forward_impl,
+    swiglu_backward_impl,
+    swiglu_forward_impl,
+)
 from te_plugin.torch.quantize import QuantizedTensor, QuantizeOptions, as_op, as_tensor, outputs_of, quantize_impl
 
 ALIGNMENT = 16  # bytes: rows of the fused kernels' inputs start there
@@ -66,17 +72,22 @@ def _fused(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
-def _norm_quantize(x, weight, scale, options: str):
+def _norm_quantize(x, residual, weight, scale, options: str):
+    """data, scale_inv, data_t, scale_inv_t, stats, rstd and h = x + residual (None without a residual)."""
     o = FusedOptions.from_key(options)
     chosen = _norm_plan(x.shape[0], x.shape[1], dtype_name(x), x.device, options)
     if chosen.kernel.library is None:
         launches.record(chosen, "forward")
-        y, rstd = norm_forward_impl(x, weight, o.op.key())
-        return (*quantize_impl(y, scale, o.cast.key()), rstd)
+        if residual is None:
+            h, (y, rstd) = None, norm_forward_impl(x, weight, o.op.key())
+        else:
+            y, h, rstd = norm_residual_forward_impl(x, residual, weight, o.op.key())
+        return (*quantize_impl(y, scale, o.cast.key()), rstd, h)
     outputs = outputs_of(x.shape[0], x.shape[1], x.device, o.cast)
     rstd = empty((x.shape[0],), torch.float32, x.device)
-    launch(chosen, "forward", _fused(x), None, _fused(weight), None, rstd, scale, *outputs, o.eps, *chosen.attributes)
-    return (*outputs, rstd)
+    residual, h = (None, None) if residual is None else (_fused(residual), empty(x.shape, x.dtype, x.device))
+    launch(chosen, "forward", _fused(x), residual, _fused(weight), h, rstd, scale, *outputs, o.eps, *chosen.attributes)
+    return (*outputs, rstd, h)
 
 
 def _swiglu_quantize(x, scale, options: str):
@@ -103,9 +114,9 @@ def _dswiglu_quantize(dy, x, scale, options: str):
     return outputs
 
 
-def _norm_op(x, weight, scale, options: str):
-    *made, rstd = _norm_quantize(x, weight, scale, options)
-    return *as_op(made), rstd
+def _norm_op(x, residual, weight, scale, options: str):
+    *made, rstd, h = _norm_quantize(x, residual, weight, scale, options)
+    return *as_op(made), rstd, x.new_empty(0) if h is None else h
 
 
 def _fake(rows, columns, x, options: str):
@@ -113,9 +124,11 @@ def _fake(rows, columns, x, options: str):
 
 
 _FIVE = "Tensor, Tensor, Tensor, Tensor, Tensor"
-define(f"norm_quantize(Tensor x, Tensor weight, Tensor? scale, str options) -> ({_FIVE}, Tensor)", _norm_op,
-       lambda x, weight, scale, options: (*_fake(x.shape[0], x.shape[1], x, options),
-                                          x.new_empty(x.shape[0], dtype=torch.float32)))
+define(f"norm_quantize(Tensor x, Tensor? residual, Tensor weight, Tensor? scale, str options) -> ({_FIVE}, Tensor, Tensor)",
+       _norm_op,
+       lambda x, residual, weight, scale, options: (*_fake(x.shape[0], x.shape[1], x, options),
+                                                    x.new_empty(x.shape[0], dtype=torch.float32),
+                                                    x.new_empty(0) if residual is None else torch.empty_like(x)))
 define(f"swiglu_quantize(Tensor x, Tensor? scale, str options) -> ({_FIVE})",
        lambda x, scale, options: as_op(_swiglu_quantize(x, scale, options)),
        lambda x, scale, options: _fake(x.shape[0], x.shape[1] // 2, x, options))
@@ -134,14 +147,17 @@ def _result(made, o: FusedOptions) -> QuantizedTensor:
     return as_tensor(made, o.granularity, o.format, o.transpose)
 
 
-def norm_quantize(x: torch.Tensor, weight: torch.Tensor, o: FusedOptions,
-                  scale: torch.Tensor | None = None) -> tuple[QuantizedTensor, torch.Tensor]:
-    """RMSNorm of x[R,C] in FP8, and rstd[R] in FP32. scale: FP32[1], with o.delayed only."""
+def norm_quantize(x: torch.Tensor, weight: torch.Tensor, o: FusedOptions, scale: torch.Tensor | None = None,
+                  residual: torch.Tensor | None = None) -> tuple[QuantizedTensor, torch.Tensor, torch.Tensor]:
+    """RMSNorm of h[R,C] in FP8, rstd[R] in FP32, and h: x, or x + residual[R,C] rounded to their dtype.
+
+    scale: FP32[1], with o.delayed only.
+    """
     if torch.compiler.is_compiling():
-        *made, rstd = torch.ops.te_plugin.norm_quantize(x, weight, scale, o.key())
+        *made, rstd, h = torch.ops.te_plugin.norm_quantize(x, residual, weight, scale, o.key())
     else:
-        *made, rstd = _norm_quantize(x, weight, scale, o.key())
-    return _result(made, o), rstd
+        *made, rstd, h = _norm_quantize(x, residual, weight, scale, o.key())
+    return _result(made, o), rstd, x if residual is None else h
 
 
 def swiglu_quantize(x: torch.Tensor, o: FusedOptions, scale: torch.Tensor | None = None) -> QuantizedTensor:

@@ -90,7 +90,7 @@ class GroupedLinear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """y[...,C] = x * rsqrt(mean(x^2) + eps) * weight[C]."""
+    """y[...,C] = h * rsqrt(mean(h^2) + eps) * weight[C], h = x; with residual or return_input, (y, h) (functional.rms_norm)."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, *, device=None, dtype=None, kernel: str = "auto",
                  fallback: str = "error"):
@@ -101,14 +101,17 @@ class RMSNorm(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight, self.eps, kernel=self.kernel, fallback=self.fallback)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, return_input: bool = False):
+        return F.rms_norm(x, self.weight, self.eps, residual=residual, return_input=return_input, kernel=self.kernel,
+                          fallback=self.fallback)
 
 
 class LayerNormLinear(nn.Module):
     """RMSNorm, then Linear. Parameters: layer_norm_weight[in], weight[out,in], bias[out] (as Megatron names them).
 
     In FP8 the normed tensor is quantised where it is made (functional.layer_norm_linear); results equal RMSNorm then Linear.
+    forward(x) -> y. forward(x, residual=r) -> (y, h) with h = x + r, which is what is normed; forward(x, return_input=True) ->
+    (y, h) with h = x. Going on with h in place of x, its gradient is added inside RMSNorm's backward.
     """
 
     def __init__(self, in_features: int, out_features: int, eps: float = 1e-5, bias: bool = False, *, precision: str = "bf16",
@@ -128,9 +131,11 @@ class LayerNormLinear(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]} -> {self.weight.shape[0]}, eps={self.eps}, precision={self.precision}"
 
-    def forward(self, x: torch.Tensor, row_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, row_mask: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+                return_input: bool = False):
         return F.layer_norm_linear(x, self.layer_norm_weight, self.weight, self.bias, self.eps, self.precision,
-                                   state=self.state, row_mask=row_mask, **_call_options(self))
+                                   residual=residual, return_input=return_input, state=self.state, row_mask=row_mask,
+                                   **_call_options(self))
 
 
 class LayerNormMLP(nn.Module):
@@ -139,6 +144,8 @@ class LayerNormMLP(nn.Module):
     In FP8 the whole block is one call (functional.gated_mlp) that quantises each tensor where it is made. fc1 and fc2 hold the
     parameters; they are called one after the other, with the same results, where one of them was replaced, carries a bias or
     has hooks (which only a call would run; FSDP2 gathers the weights of a layer of its own in one).
+    residual and return_input: as in LayerNormLinear. A decoder layer's second half is `out, h = mlp(attention_out, residual=x)`,
+    then `h + out`.
     """
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, *, precision: str = "bf16", device=None,
@@ -151,12 +158,16 @@ class LayerNormMLP(nn.Module):
         self.fc1 = LayerNormLinear(hidden_size, 2 * ffn_hidden_size, eps, **common)
         self.fc2 = Linear(ffn_hidden_size, hidden_size, bias=False, **common)
 
-    def forward(self, x: torch.Tensor, row_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, row_mask: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+                return_input: bool = False):
         fc1, fc2 = self.fc1, self.fc2
-        if not self._is_one_call():
+        if self._is_one_call():
+            return F.gated_mlp(x, fc1.layer_norm_weight, fc1.weight, fc2.weight, fc1.eps, fc1.precision, residual=residual,
+                               return_input=return_input, states=(fc1.state, fc2.state), row_mask=row_mask, **_call_options(fc1))
+        if residual is None and not return_input:
             return fc2(F.swiglu(fc1(x, row_mask), fallback=self.fallback), row_mask)
-        return F.gated_mlp(x, fc1.layer_norm_weight, fc1.weight, fc2.weight, fc1.eps, fc1.precision,
-                           states=(fc1.state, fc2.state), row_mask=row_mask, **_call_options(fc1))
+        pair, h = fc1(x, row_mask, residual=residual, return_input=return_input)
+        return fc2(F.swiglu(pair, fallback=self.fallback), row_mask), h
 
     def _is_one_call(self) -> bool:
         fc1, fc2 = self.fc1, self.fc2

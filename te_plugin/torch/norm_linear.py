@@ -30,7 +30,7 @@ from te_plugin.torch.linear import (
     saved_operands,
 )
 from te_plugin.torch.options import options as options_of
-from te_plugin.torch.pointwise import PointwiseOptions, rms_norm, swiglu
+from te_plugin.torch.pointwise import PointwiseOptions, check_norm, rms_norm, swiglu
 from te_plugin.torch.quantize import QuantizedTensor
 from te_plugin.torch.state import LinearState, operand_options
 
@@ -39,13 +39,15 @@ from te_plugin.torch.state import LinearState, operand_options
 class NormLinearOptions:
     """The non-tensor arguments of these layers.
 
-    grad_enabled: autograd records the call. reduce_gradient: called on the gradient of the normed tensor before RMSNorm's
-    backward (tensor parallelism adds up its ranks' parts there), and gives the gradient to go on with.
+    grad_enabled: autograd records the call. return_input: what was normed is a result too. reduce_gradient: called on the
+    gradient of the normed tensor before RMSNorm's backward (tensor parallelism adds up its ranks' parts there), and gives the
+    gradient to go on with.
     """
 
     linear: LinearOptions
     eps: float = 1e-5
     grad_enabled: bool = True
+    return_input: bool = False
     reduce_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def pointwise(self) -> PointwiseOptions:
@@ -62,16 +64,23 @@ def _cast_options(operand: str, transpose: bool, state: LinearState | None,
     return fused_options(cast_to, o.eps, fallback=o.linear.fallback), scale
 
 
-def _norm_cast(x, norm_weight, transpose, record, state, o: NormLinearOptions) -> tuple[QuantizedTensor, torch.Tensor]:
-    """RMSNorm of x as the quantised activation of a layer, and rstd."""
+def _norm_cast(x, residual, norm_weight, transpose, record, state,
+               o: NormLinearOptions) -> tuple[QuantizedTensor, torch.Tensor, torch.Tensor]:
+    """RMSNorm of h as the quantised activation of a layer, rstd, and h: x (not padded), or x + residual (padded)."""
+    rows = padded_rows(x, o.linear.precision)
+    residual = None if residual is None else padded_rows(residual, o.linear.precision)
     if state is not None and state.needs_values("activation"):
-        y, rstd = torch.ops.te_plugin.rms_norm_forward(x, norm_weight, o.pointwise().key())
-        return cast(y, "activation", transpose, record, state, o.linear), rstd
+        key = o.pointwise().key()
+        if residual is None:
+            h, (y, rstd) = x, torch.ops.te_plugin.rms_norm_forward(rows, norm_weight, key)
+        else:
+            y, h, rstd = torch.ops.te_plugin.rms_norm_residual_forward(rows, residual, norm_weight, key)
+        return cast(y, "activation", transpose, record, state, o.linear), rstd, h
     options, scale = _cast_options("activation", transpose, state, o)
-    made, rstd = norm_quantize(x, norm_weight, options, scale)
+    made, rstd, h = norm_quantize(rows, norm_weight, options, scale, residual)
     if state is not None:
         state.note("activation", made, record)
-    return made, rstd
+    return made, rstd, x if residual is None else h
 
 
 def _swiglu_cast(h, transpose, record, state, o: NormLinearOptions) -> QuantizedTensor:
@@ -94,83 +103,107 @@ def _dswiglu_cast(dy, h, transpose, state, o: NormLinearOptions) -> QuantizedTen
     return made
 
 
-def _norm_backward(dnormed, x, norm_weight, rstd, o: NormLinearOptions):
-    """(dx, dw) of RMSNorm from the gradient of its output; rows past those of x were padding."""
-    dnormed, rstd = cut_rows(dnormed, x), cut_rows(rstd, x)
+def _norm_backward(dnormed, dh, h, norm_weight, rstd, rows: int, o: NormLinearOptions):
+    """(dx[rows,C], dw) of RMSNorm from the gradients of its output and of h; rows past those of h were padding."""
+    dnormed, rstd = cut_rows(dnormed, h), cut_rows(rstd, h)
     if o.reduce_gradient is not None:
         dnormed = o.reduce_gradient(dnormed)
-    dx, dw = torch.ops.te_plugin.rms_norm_backward(dnormed, x, norm_weight, rstd, o.pointwise().key())
-    return dx, dw.to(norm_weight.dtype)
+    dh = None if dh is None else dh.contiguous()
+    dx, dw = torch.ops.te_plugin.rms_norm_backward(dnormed, dh, h, norm_weight, rstd, o.pointwise().key())
+    return dx if dx.shape[0] == rows else dx[:rows], dw.to(norm_weight.dtype)
+
+
+def _results(ctx, y, h, residual, o: NormLinearOptions):
+    """What a forward returns, with padded_rows' zeros: the caller cuts them, because a view made here could not be changed in
+    place. h, with return_input; without a residual it is the input itself.
+    """
+    ctx.set_materialize_grads(False)
+    if not o.return_input:
+        return y
+    return y, h.view_as(h) if residual is None else h
+
+
+def _only_input(dh, rows: int, has_residual: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(dx, dresidual) where no gradient reached y."""
+    dx = None if dh is None else dh[:rows]
+    return dx, dx if has_residual else None
 
 
 class _Fp8NormLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, norm_weight, weight, state: LinearState | None, o: NormLinearOptions):
-        need_dx = o.grad_enabled and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
-        need_dw = o.grad_enabled and ctx.needs_input_grad[2]
-        keep, record = o.linear.keep_transpose and need_dx, need_dx or need_dw
-        xq, rstd = _norm_cast(padded_rows(x, o.linear.precision), norm_weight, need_dw, record, state, o)
-        wq = cast_weight(weight, keep, record, state, o.linear)
-        y = scaled_gemm(Operand.rowwise(xq), Operand.rowwise(wq), x.dtype, None, o.linear.kernel, o.linear.fallback)
-        ctx.save_for_backward(x, norm_weight, rstd, *saved_operands(xq, wq, keep, weight))
-        ctx.state, ctx.o = state, o
-        return y  # with padded_rows' zeros: the caller cuts them, because a view made here could not be changed in place
+    """y, and h with o.return_input."""
 
     @staticmethod
-    def backward(ctx, dy):
-        x, norm_weight, rstd, *product = ctx.saved_tensors
-        state, o = ctx.state, ctx.o
-        need_dx, need_dw = ctx.needs_input_grad[0] or ctx.needs_input_grad[1], ctx.needs_input_grad[2]
+    def forward(ctx, x, residual, norm_weight, weight, state: LinearState | None, o: NormLinearOptions):
+        need = [o.grad_enabled and needed for needed in ctx.needs_input_grad]
+        need_dx, need_dw = need[0] or need[1] or need[2], need[3]
+        keep, record = o.linear.keep_transpose and need_dx, need_dx or need_dw
+        xq, rstd, h = _norm_cast(x, residual, norm_weight, need_dw, record, state, o)
+        wq = cast_weight(weight, keep, record, state, o.linear)
+        y = scaled_gemm(Operand.rowwise(xq), Operand.rowwise(wq), x.dtype, None, o.linear.kernel, o.linear.fallback)
+        ctx.save_for_backward(h, norm_weight, rstd, *saved_operands(xq, wq, keep, weight))
+        ctx.state, ctx.o, ctx.rows, ctx.has_residual = state, o, x.shape[0], residual is not None
+        return _results(ctx, y, h, residual, o)
+
+    @staticmethod
+    def backward(ctx, dy, dh=None):
+        h, norm_weight, rstd, *product = ctx.saved_tensors
+        state, o, need = ctx.state, ctx.o, ctx.needs_input_grad
+        if dy is None:
+            return *_only_input(dh, ctx.rows, ctx.has_residual), None, None, None, None
+        need_dx, need_dw = need[0] or need[1] or need[2], need[3]
         dyq = cast(dy, "gradient", need_dw, True, state, o.linear)
         dnormed, dw = fp8_gradients(dyq, dy.dtype, product, state, o.linear, need_dx, need_dw)
-        dx, dnw = _norm_backward(dnormed, x, norm_weight, rstd, o) if need_dx else (None, None)
-        return dx, dnw, dw, None, None
+        dx, dnw = _norm_backward(dnormed, dh, h, norm_weight, rstd, ctx.rows, o) if need_dx else (None, None)
+        return dx, dx if ctx.has_residual else None, dnw, dw, None, None
 
 
 class _Fp8MLP(torch.autograd.Function):
-    """RMSNorm (unless norm_weight is None), fc1, SwiGLU, fc2: h = [gate | up] is the only tensor between that BF16 sees."""
+    """RMSNorm (unless norm_weight is None), fc1, SwiGLU, fc2: [gate | up] is the only tensor between that BF16 sees."""
 
     @staticmethod
-    def forward(ctx, x, norm_weight, w1, w2, state1: LinearState | None, state2: LinearState | None, o: NormLinearOptions):
+    def forward(ctx, x, residual, norm_weight, w1, w2, state1: LinearState | None, state2: LinearState | None,
+                o: NormLinearOptions):
         need = [o.grad_enabled and needed for needed in ctx.needs_input_grad]
-        need_dx = need[0] or need[1]
-        need_dh = record1 = need_dx or need[2]
-        record2 = need_dh or need[3]
-        keep1, keep2 = o.linear.keep_transpose and need_dx, o.linear.keep_transpose and need_dh
+        need_dx = need[0] or need[1] or need[2]
+        need_da = record1 = need_dx or need[3]
+        record2 = need_da or need[4]
+        keep1, keep2 = o.linear.keep_transpose and need_dx, o.linear.keep_transpose and need_da
         kernel, fallback = o.linear.kernel, o.linear.fallback
-        rows = padded_rows(x, o.linear.precision)
         if norm_weight is None:
-            xq, rstd = cast(rows, "activation", need[2], record1, state1, o.linear), None
+            xq = cast(padded_rows(x, o.linear.precision), "activation", need[3], record1, state1, o.linear)
+            rstd = h = None
         else:
-            xq, rstd = _norm_cast(rows, norm_weight, need[2], record1, state1, o)
+            xq, rstd, h = _norm_cast(x, residual, norm_weight, need[3], record1, state1, o)
         w1q = cast_weight(w1, keep1, record1, state1, o.linear)
-        h = scaled_gemm(Operand.rowwise(xq), Operand.rowwise(w1q), x.dtype, None, kernel, fallback)
-        aq = _swiglu_cast(h, need[3], record2, state2, o)
+        pair = scaled_gemm(Operand.rowwise(xq), Operand.rowwise(w1q), x.dtype, None, kernel, fallback)
+        aq = _swiglu_cast(pair, need[4], record2, state2, o)
         w2q = cast_weight(w2, keep2, record2, state2, o.linear)
         y = scaled_gemm(Operand.rowwise(aq), Operand.rowwise(w2q), x.dtype, None, kernel, fallback)
-        ctx.save_for_backward(None if norm_weight is None else x, norm_weight, rstd, h, *saved_operands(xq, w1q, keep1, w1),
+        ctx.save_for_backward(h, norm_weight, rstd, pair, *saved_operands(xq, w1q, keep1, w1),
                               *saved_operands(aq, w2q, keep2, w2))
-        ctx.states, ctx.o, ctx.rows = (state1, state2), o, x.shape[0]
-        return y  # with padded_rows' zeros, as above
+        ctx.states, ctx.o, ctx.rows, ctx.has_residual = (state1, state2), o, x.shape[0], residual is not None
+        return _results(ctx, y, h, residual, o)
 
     @staticmethod
-    def backward(ctx, dy):
-        x, norm_weight, rstd, h, *products = ctx.saved_tensors
+    def backward(ctx, dy, dh=None):
+        h, norm_weight, rstd, pair, *products = ctx.saved_tensors
         (state1, state2), o, need = ctx.states, ctx.o, ctx.needs_input_grad
-        need_dx = need[0] or need[1]
-        need_dh = need_dx or need[2]
-        dyq = cast(dy, "gradient", need[3], True, state2, o.linear)
-        da, dw2 = fp8_gradients(dyq, dy.dtype, products[5:], state2, o.linear, need_dh, need[3])
+        if dy is None:
+            return *_only_input(dh, ctx.rows, ctx.has_residual), None, None, None, None, None, None
+        need_dx = need[0] or need[1] or need[2]
+        need_da = need_dx or need[3]
+        dyq = cast(dy, "gradient", need[4], True, state2, o.linear)
+        da, dw2 = fp8_gradients(dyq, dy.dtype, products[5:], state2, o.linear, need_da, need[4])
         dx = dnw = dw1 = None
-        if need_dh:
-            dhq = _dswiglu_cast(da, h, need[2], state1, o)
-            dx, dw1 = fp8_gradients(dhq, dy.dtype, products[:5], state1, o.linear, need_dx, need[2])
+        if need_da:
+            dpair = _dswiglu_cast(da, pair, need[3], state1, o)
+            dx, dw1 = fp8_gradients(dpair, dy.dtype, products[:5], state1, o.linear, need_dx, need[3])
         if need_dx and norm_weight is not None:
-            dx, dnw = _norm_backward(dx, x, norm_weight, rstd, o)
+            dx, dnw = _norm_backward(dx, dh, h, norm_weight, rstd, ctx.rows, o)
         elif need_dx:
             dx = dx if dx.shape[0] == ctx.rows else dx[:ctx.rows]
             dx = dx if o.reduce_gradient is None else o.reduce_gradient(dx)
-        return dx, dnw, dw1, dw2, None, None, None
+        return dx, dx if ctx.has_residual else None, dnw, dw1, dw2, None, None, None
 
 
 class _ReduceGradient(torch.autograd.Function):
@@ -186,22 +219,46 @@ class _ReduceGradient(torch.autograd.Function):
         return ctx.reduce_gradient(dy), None
 
 
-def _check(x, norm_weight, weight) -> None:
-    if norm_weight is not None and x.shape[-1:] != norm_weight.shape:
-        raise ValueError(f"norm_weight has shape {tuple(norm_weight.shape)}, x has {x.shape[-1]} features")
-    if norm_weight is not None and norm_weight.dtype != x.dtype:
-        raise ValueError(f"x is {x.dtype}, norm_weight is {norm_weight.dtype}; they must agree")
+def _check(x, residual, norm_weight, weight, return_input: bool) -> None:
+    if norm_weight is not None:
+        check_norm(x, norm_weight, residual, "norm_weight")
+    elif residual is not None or return_input:
+        raise ValueError("residual and return_input belong to the norm, and norm_weight=None says that there is none: pass "
+                         "norm_weight, or add the residual outside")
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x has {x.shape[-1]} features, weight[N,K] has K={weight.shape[-1]}")
 
 
-def _normed(x, norm_weight, o: NormLinearOptions) -> torch.Tensor:
-    y = x if norm_weight is None else rms_norm(x, norm_weight, o.eps, fallback=o.linear.fallback)
-    return y if o.reduce_gradient is None else _ReduceGradient.apply(y, o.reduce_gradient)
+def _options(residual, eps, return_input, reduce_gradient, o: LinearOptions) -> NormLinearOptions:
+    return NormLinearOptions(o, float(eps), torch.is_grad_enabled(), return_input or residual is not None, reduce_gradient)
 
 
-def _linear(x, weight, state, row_mask, o: LinearOptions) -> torch.Tensor:
-    return linear(x, weight, None, o.precision, state=state, row_mask=row_mask, pow2_scale=o.pow2_scale,
+def _normed(x, residual, norm_weight, o: NormLinearOptions) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The normed tensor, and h with o.return_input."""
+    y, h = x, None
+    if o.return_input:
+        y, h = rms_norm(x, norm_weight, o.eps, residual=residual, return_input=True, fallback=o.linear.fallback)
+    elif norm_weight is not None:
+        y = rms_norm(x, norm_weight, o.eps, fallback=o.linear.fallback)
+    return y if o.reduce_gradient is None else _ReduceGradient.apply(y, o.reduce_gradient), h
+
+
+def _inputs(x, residual, row_mask) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x and the residual as rows. Rows of zeros stay zeros under RMSNorm: masking before it is masking after it, and NaN there
+    is never read.
+    """
+    return masked_rows(x, row_mask).contiguous(), None if residual is None else masked_rows(residual, row_mask).contiguous()
+
+
+def _mask_inputs(x, residual, row_mask, o: NormLinearOptions) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x and the residual with zeros in masked rows, where they are seen in h."""
+    if row_mask is None or not o.return_input:
+        return x, residual
+    return tuple(None if t is None else masked_rows(t, row_mask).view(x.shape) for t in (x, residual))
+
+
+def _linear(x, weight, bias, state, row_mask, o: LinearOptions) -> torch.Tensor:
+    return linear(x, weight, bias, o.precision, state=state, row_mask=row_mask, pow2_scale=o.pow2_scale,
                   keep_transpose=o.keep_transpose, accumulate_main_grad=o.accumulate_main_grad, kernel=o.kernel,
                   fallback=o.fallback)
 
@@ -214,6 +271,8 @@ def layer_norm_linear(
     eps: float = 1e-5,
     precision: str = "bf16",
     *,
+    residual: torch.Tensor | None = None,
+    return_input: bool = False,
     state: LinearState | None = None,
     row_mask: torch.Tensor | None = None,
     pow2_scale: bool = False,
@@ -222,24 +281,30 @@ def layer_norm_linear(
     reduce_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None,
     kernel: str = "auto",
     fallback: str = "error",
-) -> torch.Tensor:
-    """y[...,N] = RMSNorm(x[...,K]; norm_weight[K], eps) weight[N,K]^T + bias[N].
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """y[...,N] = RMSNorm(h[...,K]; norm_weight[K], eps) weight[N,K]^T + bias[N], where h is x.
 
+    residual[...,K]: h = x + residual, and the result is (y, h); return_input: (y, h) without a residual too. The gradient of h
+    is added inside RMSNorm's backward (see rms_norm). Rows that row_mask calls False are 0 in h.
     In FP8 the normed tensor is quantised where it is made. The values are those of rms_norm followed by linear, whose arguments
     these are. reduce_gradient: see NormLinearOptions; it must be a module-level function or otherwise hashable.
     """
-    _check(x, norm_weight, weight)
-    options = NormLinearOptions(linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback),
-                                float(eps), torch.is_grad_enabled(), reduce_gradient)
+    _check(x, residual, norm_weight, weight, return_input)
+    options = _options(residual, eps, return_input, reduce_gradient,
+                       linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback))
     if numerics.scaling(precision) is None:
-        return linear(_normed(x, norm_weight, options), weight, bias, precision, state=state, row_mask=row_mask,
-                      accumulate_main_grad=accumulate_main_grad, kernel=kernel, fallback=fallback)
+        x, residual = _mask_inputs(x, residual, row_mask, options)
+        y, h = _normed(x, residual, norm_weight, options)
+        y = _linear(y, weight, bias, state, row_mask, options.linear)
+        return (y, h) if options.return_input else y
     check_call(weight, state, options.linear)
-    # Rows of zeros stay zeros under RMSNorm: masking before it is masking after it, and NaN there is never read.
-    rows = masked_rows(x, row_mask).contiguous()
-    y = cut_rows(apply(_Fp8NormLinear, (rows, norm_weight, weight), state, options), rows)
+    rows, residual_rows = _inputs(x, residual, row_mask)
+    y = apply(_Fp8NormLinear, (rows, residual_rows, norm_weight, weight), state, options)
+    y, h = y if options.return_input else (y, None)
+    y = cut_rows(y, rows)
     y = masked_rows(y if bias is None else y + bias, row_mask)  # so that no gradient comes back to the masked rows
-    return y.view(*x.shape[:-1], weight.shape[0])
+    y = y.view(*x.shape[:-1], weight.shape[0])
+    return (y, cut_rows(h, rows).view(x.shape)) if options.return_input else y
 
 
 def gated_mlp(
@@ -250,6 +315,8 @@ def gated_mlp(
     eps: float = 1e-5,
     precision: str = "bf16",
     *,
+    residual: torch.Tensor | None = None,
+    return_input: bool = False,
     states: tuple[LinearState | None, LinearState | None] = (None, None),
     row_mask: torch.Tensor | None = None,
     pow2_scale: bool = False,
@@ -258,23 +325,28 @@ def gated_mlp(
     reduce_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None,
     kernel: str = "auto",
     fallback: str = "error",
-) -> torch.Tensor:
-    """y[...,K] = SwiGLU(RMSNorm(x[...,K]) fc1_weight[2F,K]^T) fc2_weight[K,F]^T; fc1 gives [gate | up].
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """y[...,K] = SwiGLU(RMSNorm(h[...,K]) fc1_weight[2F,K]^T) fc2_weight[K,F]^T, where h is x; fc1 gives [gate | up].
 
-    norm_weight None: x is normed already. In FP8 no BF16 tensor lies between RMSNorm, SwiGLU, its gradient and the quantisation
-    of their results. The values are those of rms_norm, linear, swiglu, linear, whose arguments these are; `states` are those of
-    fc1 and fc2.
+    norm_weight None: x is normed already. residual, return_input, h: as in layer_norm_linear. In FP8 no BF16 tensor lies
+    between RMSNorm, SwiGLU, its gradient and the quantisation of their results. The values are those of rms_norm, linear, swiglu,
+    linear, whose arguments these are; `states` are those of fc1 and fc2.
     """
-    _check(x, norm_weight, fc1_weight)
+    _check(x, residual, norm_weight, fc1_weight, return_input)
     if fc1_weight.shape[0] != 2 * fc2_weight.shape[1]:
         raise ValueError(f"fc1_weight[2F,K] has {fc1_weight.shape[0]} rows, fc2_weight[K,F] has F={fc2_weight.shape[1]}")
-    options = NormLinearOptions(linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback),
-                                float(eps), torch.is_grad_enabled(), reduce_gradient)
+    options = _options(residual, eps, return_input, reduce_gradient,
+                       linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback))
     if numerics.scaling(precision) is None:
-        h = _linear(_normed(x, norm_weight, options), fc1_weight, states[0], row_mask, options.linear)
-        return _linear(swiglu(h, fallback=fallback), fc2_weight, states[1], row_mask, options.linear)
+        x, residual = _mask_inputs(x, residual, row_mask, options)
+        normed, h = _normed(x, residual, norm_weight, options)
+        pair = _linear(normed, fc1_weight, None, states[0], row_mask, options.linear)
+        y = _linear(swiglu(pair, fallback=fallback), fc2_weight, None, states[1], row_mask, options.linear)
+        return (y, h) if options.return_input else y
     for weight, state in zip((fc1_weight, fc2_weight), states, strict=True):
         check_call(weight, state, options.linear)
-    rows = masked_rows(x, row_mask).contiguous()
-    y = apply(_Fp8MLP, (rows, norm_weight, fc1_weight, fc2_weight), *states, options)
-    return masked_rows(cut_rows(y, rows), row_mask).view(*x.shape[:-1], fc2_weight.shape[0])
+    rows, residual_rows = _inputs(x, residual, row_mask)
+    y = apply(_Fp8MLP, (rows, residual_rows, norm_weight, fc1_weight, fc2_weight), *states, options)
+    y, h = y if options.return_input else (y, None)
+    y = masked_rows(cut_rows(y, rows), row_mask).view(*x.shape[:-1], fc2_weight.shape[0])
+    return (y, cut_rows(h, rows).view(x.shape)) if options.return_input else y

@@ -63,22 +63,44 @@ def norm_forward_impl(x, weight, options):
     return y, rstd
 
 
-def norm_backward_impl(dy, x, weight, rstd, options):
+def norm_residual_forward_impl(x, residual, weight, options):
+    """y, h = x + residual in their dtype, rstd."""
+    chosen = _plan(NormProblem, tuple(x.shape), dtype_name(x), x.device, options)
+    if chosen.kernel.library is None:
+        h = x + residual
+        y, rstd = norm_forward_impl(h, weight, options)
+        return y, h, rstd
+    y, h = torch.empty_like(x), torch.empty_like(x)
+    rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    launch(chosen, "residual_forward", x, residual, weight, y, h, rstd, chosen.problem.eps)
+    return y, h, rstd
+
+
+def norm_backward_impl(dy, dh, x, weight, rstd, options):
+    """dx (+ dh, the gradient that reaches x by other ways, before the rounding) and dw."""
     chosen = _plan(NormProblem, tuple(x.shape), dtype_name(x), x.device, options)
     if _composite(chosen, "backward"):
         g, normed = dy.float() * weight.float(), x.float() * rstd[:, None]
         dx = (g - normed * (g * normed).mean(-1, keepdim=True)) * rstd[:, None]
-        return dx.to(x.dtype), (dy.float() * normed).sum(0)
+        return (dx if dh is None else dx + dh.float()).to(x.dtype), (dy.float() * normed).sum(0)
     dx = torch.empty_like(x)
     dw = torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
-    launch(chosen, "backward", dy, x, weight, rstd, dx, dw)
+    if dh is None:
+        launch(chosen, "backward", dy, x, weight, rstd, dx, dw)
+    else:
+        launch(chosen, "residual_backward", dy, dh, x, weight, rstd, dx, dw)
     return dx, dw
 
 
 define("rms_norm_forward(Tensor x, Tensor weight, str options) -> (Tensor, Tensor)", norm_forward_impl,
        lambda x, weight, options: (torch.empty_like(x), x.new_empty(x.shape[0], dtype=torch.float32)))
-define("rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, str options) -> (Tensor, Tensor)", norm_backward_impl,
-       lambda dy, x, weight, rstd, options: (torch.empty_like(x), x.new_empty(x.shape[1], dtype=torch.float32)))
+define("rms_norm_residual_forward(Tensor x, Tensor residual, Tensor weight, str options) -> (Tensor, Tensor, Tensor)",
+       norm_residual_forward_impl,
+       lambda x, residual, weight, options: (torch.empty_like(x), torch.empty_like(x),
+                                             x.new_empty(x.shape[0], dtype=torch.float32)))
+define("rms_norm_backward(Tensor dy, Tensor? dh, Tensor x, Tensor weight, Tensor rstd, str options) -> (Tensor, Tensor)",
+       norm_backward_impl,
+       lambda dy, dh, x, weight, rstd, options: (torch.empty_like(x), x.new_empty(x.shape[1], dtype=torch.float32)))
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -93,18 +115,63 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
-        dx, dw = torch.ops.te_plugin.rms_norm_backward(dy.contiguous(), x, weight, rstd, ctx.key)
+        dx, dw = torch.ops.te_plugin.rms_norm_backward(dy.contiguous(), None, x, weight, rstd, ctx.key)
         return dx, dw.to(weight.dtype), None
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, *, kernel: str = "auto", fallback: str = "error"):
-    """y[...,C] = x * rsqrt(mean(x^2) + eps) * weight[C], statistics in FP32, one rounding at the end."""
+class _ResidualRMSNorm(torch.autograd.Function):
+    """(y, h): the norm and what was normed, whose gradient comes back into the norm's backward."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, options: PointwiseOptions):
+        key = options.key()
+        if residual is None:
+            h = x
+            y, rstd = torch.ops.te_plugin.rms_norm_forward(x, weight, key)
+        else:
+            y, h, rstd = torch.ops.te_plugin.rms_norm_residual_forward(x, residual, weight, key)
+        ctx.save_for_backward(h, weight, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.key, ctx.has_residual = key, residual is not None
+        return y, h if residual is not None else h.view_as(h)
+
+    @staticmethod
+    def backward(ctx, dy, dh):
+        if dy is None:
+            return dh, dh if ctx.has_residual else None, None, None
+        h, weight, rstd = ctx.saved_tensors
+        dh = None if dh is None else dh.contiguous()
+        dx, dw = torch.ops.te_plugin.rms_norm_backward(dy.contiguous(), dh, h, weight, rstd, ctx.key)
+        return dx, dx if ctx.has_residual else None, dw.to(weight.dtype), None
+
+
+def check_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, name: str = "weight") -> None:
+    """ValueError for tensors that do not go together in a norm; `name` is that of its weight."""
     if x.shape[-1:] != weight.shape:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}, x has {x.shape[-1]} features")
+        raise ValueError(f"{name} has shape {tuple(weight.shape)}, x has {x.shape[-1]} features")
     if weight.dtype != x.dtype:
-        raise ValueError(f"x is {x.dtype}, weight is {weight.dtype}; they must agree")
-    y = _RMSNorm.apply(_rows(x), weight, PointwiseOptions(eps=float(eps), kernel=kernel, fallback=fallback))
-    return y.view(x.shape)
+        raise ValueError(f"x is {x.dtype}, {name} is {weight.dtype}; they must agree")
+    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        raise ValueError(f"residual is {residual.dtype}{list(residual.shape)}, x is {x.dtype}{list(x.shape)}; they must agree")
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, *, residual: torch.Tensor | None = None,
+             return_input: bool = False, kernel: str = "auto",
+             fallback: str = "error") -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """y[...,C] = h * rsqrt(mean(h^2) + eps) * weight[C], statistics in FP32, one rounding at the end; h is x.
+
+    residual[...,C], in the dtype of x: h = x + residual, rounded to that dtype as torch's sum, and the result is (y, h).
+    return_input: (y, h) without a residual too; h then is x, not a copy.
+    A gradient of h joins that of y inside the norm's backward: dx = dresidual = (FP32 gradient of the norm) + dh, rounded once,
+    where a sum outside would round twice and read three more tensors. torch.compile adds it outside where h is x and leaves the
+    graph (an output that is an input).
+    """
+    check_norm(x, weight, residual)
+    options = PointwiseOptions(eps=float(eps), kernel=kernel, fallback=fallback)
+    if residual is None and not return_input:
+        return _RMSNorm.apply(_rows(x), weight, options).view(x.shape)
+    y, h = _ResidualRMSNorm.apply(_rows(x), None if residual is None else _rows(residual), weight, options)
+    return y.view(x.shape), h.view(x.shape)
 
 
 # SwiGLU --------------------------------------------------------------------------------------------------------------------

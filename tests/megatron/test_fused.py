@@ -10,6 +10,7 @@ from megatron_models import build, mean_loss, packed_batch, small_config
 
 from te_plugin import megatron as plugin
 from te_plugin.config import ConfigError
+from te_plugin.megatron.build import build_stage
 from te_plugin.torch import launches
 from te_plugin.training.optimizer import stored_parameters
 
@@ -145,6 +146,36 @@ def test_what_megatron_would_do_to_separate_norms_is_refused():
     config.fine_grained_activation_offloading, config.offload_modules = True, ["mlp_norm"]
     with pytest.raises(ConfigError, match="offload_modules has 'mlp_norm'"):
         plugin.layer_spec(config)
+
+
+def test_fused_residual_rmsnorm_adds_the_residuals_gradient_inside_the_norm():
+    """Both norms of a layer; the final norm has no residual after it."""
+    results = []
+    for joined in (False, True):
+        cfg = small_config("layout=thd")
+        plugin.initialize(cfg)
+        config = plugin.transformer_config(cfg)
+        config.fused_residual_rmsnorm = joined
+        model = build_stage(cfg, config, "cpu", True, True)
+        launches.reset()
+        mean_loss(model, BATCH).backward()
+        stages = [row["launches"] for row in launches.snapshot() if row["op"] == "norm"]
+        assert sum(row.get("residual_backward", 0) for row in stages) == (2 * cfg.model.num_layers if joined else 0)
+        results.append([parameter.grad for _, parameter in stored_parameters(model)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_fused_residual_rmsnorm_is_refused_where_it_would_do_nothing_or_harm():
+    cfg = small_config()
+    plugin.initialize(cfg)
+    config = plugin.transformer_config(cfg)
+    config.fused_residual_rmsnorm = True
+    with pytest.raises(ConfigError, match="no norm of this model stands alone.*fuse=False"):
+        plugin.layer_spec(config)
+    config.recompute_granularity, config.recompute_modules = "selective", ["layernorm"]
+    with pytest.raises(ConfigError, match="recompute_modules has 'layernorm': that frees the norm's outputs"):
+        plugin.layer_spec(config, fuse=False)
 
 
 def test_under_sequence_parallelism_the_norm_runs_on_the_shard_and_its_gradient_is_reduced(monkeypatch):

@@ -249,6 +249,10 @@ def everything(rng) -> dict[str, torch.Tensor]:
     call("rms_norm_forward", x, w, y, rstd, 1e-5)
     call("rms_norm_backward", dy, x, w, rstd, dx, dw)
     out |= {"norm y": y, "norm rstd": rstd, "norm dx": dx, "norm dw": dw}
+    y, h, dx = nan(389, 301), nan(389, 301), nan(389, 301)
+    call("rms_norm_residual_forward", x, dy, w, y, h, torch.empty_like(rstd), 1e-5)
+    call("rms_norm_residual_backward", dy, x, h, w, rstd, dx, torch.empty_like(dw))
+    out |= {"norm of a sum": y, "sum": h, "dx of a sum": dx}
     gate_up = tensor(389, 602)
     y, dx = nan(389, 301), nan(389, 602)
     call("swiglu_forward", gate_up, y)

@@ -102,6 +102,16 @@ REFUSED = {
         (z(2, 4), z(4), z(2, 4), z(2), -1.0),
         r"eps is -1; expected a finite value of at least 0",
     ),
+    "a residual of another shape": (
+        "rms_norm_residual_forward",
+        (z(2, 4), z(2, 5), z(4), z(2, 4), z(2, 4), z(2), 1e-5),
+        r"residual is float32\[2, 5\]; expected shape \[2, 4\]",
+    ),
+    "a gradient of h of another dtype": (
+        "rms_norm_residual_backward",
+        (z(2, 4), z(2, 4, dtype=torch.bfloat16), z(2, 4), z(4), z(2), z(2, 4), z(4)),
+        r"dh is bfloat16.*expected dtype float32",
+    ),
     "an odd gate and up": ("swiglu_forward", (z(2, 5), z(2, 2)), r"x is float32\[2, 5\]; expected an even number of columns"),
     "an odd head dimension": (
         "rope",

@@ -100,9 +100,13 @@ def run_all(device, rows, columns, cast, transpose, kernel, dtype=torch.bfloat16
     x, w, dy = draw(device, rows, columns, seed=1, dtype=dtype), draw(device, columns, seed=2, dtype=dtype), None
     pair = (2 * draw(device, rows, 2 * columns, seed=3, dtype=dtype)).requires_grad_()
     dy = draw(device, rows, columns, seed=4, dtype=dtype)
-    made, rstd = norm_quantize(x, w, options, scale)
+    made, rstd, _ = norm_quantize(x, w, options, scale)
     yield made, quantize_2d(rms_norm(x, w), alone, scale)
     assert torch.isfinite(rstd).all() and rstd.shape == (rows,)
+    residual = draw(device, rows, columns, seed=5, dtype=dtype)
+    made, rstd, h = norm_quantize(x, w, options, scale, residual)
+    assert torch.equal(h, x + residual) and torch.isfinite(rstd).all()
+    yield made, quantize_2d(rms_norm(h, w), alone, scale)
     yield swiglu_quantize(pair.detach(), options, scale), quantize_2d(swiglu(pair.detach()), alone, scale)
     gradient = torch.autograd.grad(swiglu(pair), pair, dy)[0]
     yield dswiglu_quantize(dy, pair.detach(), options, scale), quantize_2d(gradient, alone, scale)
@@ -133,8 +137,11 @@ def test_the_fused_kernels_give_the_bytes_of_the_separate_ones(cast, transpose):
 def test_views_that_start_at_an_odd_place_are_taken_too():
     flat = draw("cuda", 64 * 256 + 1, seed=6)
     x, w = flat[1:].view(64, 256), draw("cuda", 257, seed=7)[1:]
-    got, _ = norm_quantize(x, w, FusedOptions(transpose=True, kernel="sm90"))
+    got, *_ = norm_quantize(x, w, FusedOptions(transpose=True, kernel="sm90"))
     check_same_bytes(got, quantize_2d(rms_norm(x, w), QuantizeOptions(transpose=True)))
+    got, _, h = norm_quantize(x, w, FusedOptions(transpose=True, kernel="sm90"), residual=x)
+    check_same_bytes(got, quantize_2d(rms_norm(2 * x, w), QuantizeOptions(transpose=True)))
+    assert torch.equal(h, 2 * x)
 
 
 @pytest.mark.gpu
@@ -144,6 +151,6 @@ def test_a_nan_reaches_the_fused_scales():
     w = draw("cuda", 256, seed=9)
     for granularity in GRANULARITIES:
         options = FusedOptions(granularity=granularity, transpose=True, kernel="sm90")
-        got, _ = norm_quantize(x, w, options)
+        got, *_ = norm_quantize(x, w, options)
         check_same_bytes(got, quantize_2d(rms_norm(x, w), options.cast))
         assert torch.isnan(got.stats[0])

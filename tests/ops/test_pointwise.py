@@ -72,6 +72,73 @@ def test_rms_norm(implementation, shape, dtype, rng):
         assert_close(got, expected, dtype, name)
 
 
+@pytest.mark.parametrize("implementation,shape,dtype", rows("norm", lambda s, d: NormProblem(*s, dtype=d), NORM_SHAPES))
+def test_rms_norm_with_residual(implementation, shape, dtype, rng):
+    """h is the sum as torch rounds it, y the norm of h, and the gradient that reaches h enters dx before the one rounding."""
+    x, residual, dy, dh = (draw(rng, dtype, *shape, scale=s) for s in (3, 2, 1, 2))
+    weight = draw(rng, dtype, shape[1])
+    h = numpy(to_torch(x, dtype) + to_torch(residual, dtype))
+    want_dx, want_dw = oracle.rms_norm_backward(dy, h, weight)
+    kernel, runner = implementation.kernel.name, implementation.runner
+    if runner.name == "raw":
+        chosen = runner.plan(NormProblem(*shape, dtype=dtype), kernel)
+        tx, tr, tw, tdy, tdh = (runner.tensor(t, dtype) for t in (x, residual, weight, dy, dh))
+        y, th, plain_y, dx = (runner.nan(shape, dtype) for _ in range(4))
+        rstd, dw = runner.nan(shape[:1], "fp32"), runner.nan(shape[1:], "fp32")
+        runner.call(chosen, "residual_forward", [tx, tr, tw, y, th, rstd], [1e-5])
+        runner.call(chosen, "residual_backward", [tdy, tdh, th, tw, rstd, dx, dw], [])
+        runner.call(chosen, "forward", [th, tw, plain_y, rstd], [1e-5])
+        gradients = dx, dx, dw
+    else:
+        tx, tr, tw = (to_torch(t, dtype, runner.device).requires_grad_() for t in (x, residual, weight))
+        with nan_filled_memory():
+            y, th = rms_norm(tx, tw, residual=tr, kernel=kernel, fallback="allow")
+            torch.autograd.backward((y, th), tuple(to_torch(t, dtype, runner.device) for t in (dy, dh)))
+        plain_y = rms_norm(th.detach(), tw.detach(), kernel=kernel, fallback="allow")
+        gradients = tx.grad, tr.grad, tw.grad
+    assert np.array_equal(numpy(th), h) and torch.equal(y, plain_y)
+    for name, got, expected in zip(("dx", "dresidual", "dw"), gradients, (want_dx + dh, want_dx + dh, want_dw), strict=True):
+        assert_close(numpy(got), expected, dtype, name)
+
+
+@pytest.mark.parametrize("residual", [True, False], ids=["residual", "return_input"])
+def test_gradients_of_rms_norm_with_residual(residual, rng):
+    """Each output may be used not at all, once or twice; without a residual h is x, and only its gradient is special."""
+    x, r, dy, dh = (to_torch(draw(rng, "fp32", 6, 40), "fp32") for _ in range(4))
+    w = to_torch(draw(rng, "fp32", 40), "fp32").requires_grad_()
+    x, r = x.requires_grad_(), r.requires_grad_(residual)
+    leaves = (x, r, w) if residual else (x, w)
+
+    def run(function, use):
+        y, h = function()
+        loss = sum((y * dy).sum() for _ in range(use[0])) + sum((h * h * dh).sum() for _ in range(use[1]))
+        return torch.autograd.grad(loss, leaves, allow_unused=True)
+
+    def joined():
+        return rms_norm(x, w, residual=r) if residual else rms_norm(x, w, return_input=True)
+
+    def apart():
+        h = x + r if residual else x
+        return rms_norm(h, w), h
+
+    for use in ((1, 1), (1, 0), (0, 1), (2, 2)):
+        for got, want in zip(run(joined, use), run(apart, use), strict=True):
+            assert (got is None) == (want is None)
+            if got is not None:
+                torch.testing.assert_close(got, want)
+    y, h = joined()
+    assert h.data_ptr() == x.data_ptr() or residual
+    assert all(torch.equal(a, b) for a, b in zip((y, h), apart(), strict=True))
+
+
+def test_a_residual_that_does_not_fit_is_named():
+    x, w = torch.ones(4, 8), torch.ones(8)
+    with pytest.raises(ValueError, match=r"residual is torch.float32\[4, 9\], x is torch.float32\[4, 8\]; they must agree"):
+        rms_norm(x, w, residual=torch.ones(4, 9))
+    with pytest.raises(ValueError, match=r"residual is torch.bfloat16\[4, 8\]"):
+        rms_norm(x, w, residual=x.bfloat16())
+
+
 @pytest.mark.parametrize(
     "implementation,shape,dtype",
     rows("activation", lambda s, d: ActivationProblem(*s, dtype=d), [(1, 1), (3, 7), (65, 384), (0, 16), (2, 1000)]),

@@ -56,6 +56,28 @@ def test_rms_norm(dtype, rows, cols):
 
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("rows,cols", [(5, 256), (3, 100), (300, 768), (700, 4096), (2, 8200)])
+def test_rms_norm_with_residual(dtype, rows, cols):
+    x, residual, dy, dh = (random((rows, cols), dtype, seed)[0] for seed in range(1, 5))
+    w, w64 = random((cols,), dtype, 5)
+    y, h, plain_y, dx = (gpu.poisoned((rows, cols), dtype) for _ in range(4))
+    rstd, plain_rstd = (gpu.poisoned((rows,), torch.float32) for _ in range(2))
+    gpu.call("rms_norm_residual_forward", x, residual, w, y, h, rstd, 1e-5)
+    gpu.call("rms_norm_forward", h, w, plain_y, plain_rstd, 1e-5)
+    assert torch.equal(h, x + residual) and torch.equal(y, plain_y) and torch.equal(rstd, plain_rstd)
+    dw, plain_dw = (gpu.poisoned((cols,), torch.float32) for _ in range(2))
+    gpu.call("rms_norm_residual_backward", dy, dh, h, w, rstd, dx, dw)
+    hat = h.double().cpu().numpy()
+    rstd64 = norm64(hat, w64, 1e-5)[1][:, None]
+    hat = hat * rstd64
+    g = dy.double().cpu().numpy() * w64
+    want = rstd64 * (g - hat * np.mean(g * hat, axis=1, keepdims=True)) + dh.double().cpu().numpy()
+    assert reference.relative_error(dx.double().cpu(), want) < bound(dtype)
+    gpu.call("rms_norm_backward", dy, h, w, rstd, dx, plain_dw)
+    assert torch.equal(dw, plain_dw)
+
+
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("rows,cols", [(4, 128), (33, 100), (130, 768)])
 def test_swiglu(dtype, rows, cols):
     x, x64 = random((rows, 2 * cols), dtype, 4, 2.0)

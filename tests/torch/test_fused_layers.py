@@ -13,12 +13,14 @@ ROWS, HIDDEN, FFN = 48, 128, 256
 
 
 class SeparateLinear(tp.LayerNormLinear):
-    def forward(self, x, row_mask=None):
-        normed = tp.rms_norm(x, self.layer_norm_weight, self.eps)
+    def forward(self, x, row_mask=None, residual=None, return_input=False):
+        normed = tp.rms_norm(x, self.layer_norm_weight, self.eps, residual=residual, return_input=return_input)
+        normed, h = normed if isinstance(normed, tuple) else (normed, None)
         state = self.state
         options = {} if state is None else {"pow2_scale": state.pow2_scale, "keep_transpose": state.keep_transpose}
-        return tp.linear(normed, self.weight, self.bias, self.precision, state=state, row_mask=row_mask,
-                         accumulate_main_grad=self.accumulate_main_grad, **options)  # fmt: skip
+        y = tp.linear(normed, self.weight, self.bias, self.precision, state=state, row_mask=row_mask,
+                      accumulate_main_grad=self.accumulate_main_grad, **options)  # fmt: skip
+        return y if h is None else (y, h)
 
 
 class SeparateMLP(tp.LayerNormMLP):
@@ -26,8 +28,11 @@ class SeparateMLP(tp.LayerNormMLP):
         super().__init__(hidden, ffn, eps, **options)
         self.fc1 = SeparateLinear(hidden, 2 * ffn, eps, **options)
 
-    def forward(self, x, row_mask=None):
-        return self.fc2(tp.swiglu(self.fc1(x, row_mask)), row_mask)
+    def forward(self, x, row_mask=None, residual=None, return_input=False):
+        pair = self.fc1(x, row_mask, residual, return_input)
+        pair, h = pair if isinstance(pair, tuple) else (pair, None)
+        y = self.fc2(tp.swiglu(pair), row_mask)
+        return y if h is None else (y, h)
 
 
 KINDS = {"linear": (tp.LayerNormLinear, SeparateLinear, 2 * FFN), "mlp": (tp.LayerNormMLP, SeparateMLP, HIDDEN)}
@@ -114,6 +119,93 @@ def test_the_fused_kernels_of_a_gpu_train_like_the_separate_ones(precision, kind
     check_equal(train(fused, out, torch.bfloat16, rows=rows), train(separate, out, torch.bfloat16, rows=rows))
     kernels = {row["kernel"] for row in launches.snapshot() if row["op"] in ("norm_quantize", "activation_quantize")}
     assert kernels == (set() if precision == "bf16" else {"sm90"})
+
+
+def train_residual(model, residual, device="cpu", rows=ROWS, compiled=False, states=True):
+    """Two steps of a residual stream that goes on from h; everything they show (states: of the FP8 states too)."""
+
+    def stream(x, r):
+        y, h = model(x, residual=r) if residual else model(x, return_input=True)
+        return y, h + h
+
+    run, seen = torch.compile(stream, fullgraph=True, backend="aot_eager") if compiled else stream, []
+    for step in range(2):
+        x, r = (draw(2, rows // 2, HIDDEN, seed=s + step, device=device).requires_grad_() for s in (1, 20))
+        y, twice_h = run(x, r)
+        assert torch.equal(twice_h, 2 * (x + r) if residual else 2 * x)
+        dy, dh = draw(*y.shape, seed=40 + step, device=device), draw(*x.shape, seed=60 + step, device=device)
+        torch.autograd.backward((y, twice_h), (dy, dh))
+        assert not residual or torch.equal(x.grad, r.grad)
+        seen += [y.detach(), x.grad, *(state_tensors(model) if states else ())]
+        tp.advance_scaling(model)
+    return [*seen, *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("residual", [True, False], ids=["residual", "return_input"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_residual_stream_equals_the_separate_functions(precision, kind, residual):
+    fused, separate, _ = pair(kind, torch.bfloat16, precision=precision)
+    check_equal(train_residual(fused, residual), train_residual(separate, residual))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [256, 50])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", ["bf16", "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block"])
+def test_a_residual_stream_on_a_gpu_equals_the_separate_functions(precision, kind, rows):
+    fused, separate, _ = pair(kind, torch.bfloat16, precision=precision, device="cuda")
+    for residual in (True, False):
+        check_equal(train_residual(fused, residual, "cuda", rows), train_residual(separate, residual, "cuda", rows))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", ["fp8_current", "fp8_delayed", "fp8_block"])
+def test_padding_of_rows_changes_no_residual_stream(precision, kind, monkeypatch):
+    fused, separate, _ = pair(kind, torch.bfloat16, precision=precision)
+    plain = [train_residual(separate, residual) for residual in (True, False)]
+    monkeypatch.setattr(norm_linear, "padded_rows", lambda x, precision: torch.nn.functional.pad(x, (0, 0, 0, 16)))
+    check_equal(train_residual(fused, True), plain[0])
+    check_equal(train_residual(fused, False), plain[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8_current", "fp8_delayed", "fp8_block"])
+def test_masked_rows_of_a_residual_stream_are_zero_and_never_read(precision, kind):
+    mask = torch.arange(ROWS) < 40
+    model, _, out = pair(kind, torch.bfloat16, precision=precision)
+    results = []
+    for poison in (0.0, float("nan")):
+        x, r, dy, dh = (draw(ROWS, width, seed=seed) for seed, width in enumerate((HIDDEN, HIDDEN, out, HIDDEN)))
+        for t in (x, r, dy, dh):
+            t[40:] = poison
+        x, r = x.requires_grad_(), r.requires_grad_()
+        y, h = model(x, mask, residual=r)
+        gradients = torch.autograd.grad((y, h), (x, r, *model.parameters()), (dy, dh))
+        assert not y[40:].any() and not h[40:].any() and not gradients[0][40:].any()
+        results.append((y, h, *gradients))
+    check_equal(*results)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_output_that_nothing_uses_gets_no_gradient(kind):
+    model, _, _ = pair(kind, torch.bfloat16, precision="fp8_current")
+    x, r = draw(ROWS, HIDDEN).requires_grad_(), draw(ROWS, HIDDEN, seed=2).requires_grad_()
+    y, h = model(x, residual=r)
+    dh = draw(ROWS, HIDDEN, seed=3)
+    assert all(torch.equal(g, dh) for g in torch.autograd.grad(h, (x, r), dh, retain_graph=True))
+    dy = draw(*y.shape, seed=4)
+    plain = torch.autograd.grad(model((x + r).detach().requires_grad_()), list(model.parameters()), dy)
+    check_equal(torch.autograd.grad(y, list(model.parameters()), dy), plain)
+
+
+def test_the_parts_of_an_mlp_carry_a_residual_too():
+    model = tp.LayerNormMLP(HIDDEN, FFN, precision="fp8_current", dtype=torch.bfloat16)
+    x, r, called = draw(ROWS, HIDDEN), draw(ROWS, HIDDEN, seed=2), []
+    one_call = model(x, residual=r)
+    model.fc2.register_forward_hook(lambda *_: called.append("fc2"))
+    check_equal(model(x, residual=r), one_call)
+    assert called == ["fc2"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -264,6 +356,10 @@ def test_sizes_that_do_not_fit_are_named():
         tp.layer_norm_linear(x, draw(64), draw(128, 128))
     with pytest.raises(ValueError, match=r"fc1_weight\[2F,K\] has 256 rows, fc2_weight\[K,F\] has F=64"):
         tp.gated_mlp(x, norm, draw(256, 128), draw(128, 64))
+    with pytest.raises(ValueError, match=r"residual is torch.bfloat16\[4, 64\], x is torch.bfloat16\[4, 128\]"):
+        tp.layer_norm_linear(x, norm, draw(128, 128), residual=draw(4, 64))
+    with pytest.raises(ValueError, match="norm_weight=None says that there is none"):
+        tp.gated_mlp(x, None, draw(256, 128), draw(128, 128), residual=x)
     with pytest.raises(ValueError, match="keeps amax histories"):
         tp.gated_mlp(x, norm, draw(256, 128), draw(128, 128), precision="fp8_delayed")
 
@@ -287,5 +383,18 @@ def test_one_compiled_graph_equals_eager(precision, kind):
                 if state.delayed is not None:
                     seen += [state.delayed.history.clone(), state.delayed.scale.clone()]
         results.append([*seen, *(p.grad for p in model.parameters())])
+    check_equal(*results)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("residual", [True, False], ids=["residual", "return_input"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8_current", "fp8_delayed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_residual_stream_in_one_compiled_graph_equals_eager(precision, kind, residual):
+    torch._dynamo.reset()
+    results = []
+    for compiled in (False, True):
+        model, _, _ = pair(kind, torch.bfloat16, precision=precision)
+        results.append(train_residual(model, residual, compiled=compiled, states=False))
     check_equal(*results)
     torch._dynamo.reset()

@@ -13,7 +13,9 @@ def _cpu_supports(problem: NormProblem, target: Target) -> Supported | Unsupport
 
 
 CPU = register(Kernel(name="cpu", op="norm", supports=_cpu_supports, library="cpu",
-                      entry_points={"forward": "rms_norm_forward", "backward": "rms_norm_backward"}))
+                      entry_points={"forward": "rms_norm_forward", "backward": "rms_norm_backward",
+                                    "residual_forward": "rms_norm_residual_forward",
+                                    "residual_backward": "rms_norm_residual_backward"}))
 
 
 MAX_COLUMNS = 16384  # of the sm90 kernel

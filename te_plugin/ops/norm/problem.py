@@ -8,7 +8,12 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class NormProblem:
-    """y[rows, columns] = x * rsqrt(mean(x^2) + eps) * weight[columns], statistics in FP32."""
+    """y[rows, columns] = x * rsqrt(mean(x^2) + eps) * weight[columns], statistics in FP32.
+
+    A residual changes nothing that a kernel's choice depends on: h = x + residual, rounded to `dtype`, is normed in place of x
+    (stage residual_forward), and the gradient that reaches h by other ways is added to that of the norm before it is rounded
+    (residual_backward).
+    """
 
     op: ClassVar[str] = "norm"
 

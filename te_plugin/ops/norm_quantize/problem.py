@@ -13,7 +13,8 @@ from te_plugin.ops.quantize.problem import QuantizeProblem
 class NormQuantizeProblem:
     """RMSNorm of x[rows, columns], rounded to `dtype`, then quantised as QuantizeProblem says; rstd[rows] is kept for backward.
 
-    Backward is that of RMSNorm (op "norm"): it needs x and rstd, not the normed tensor.
+    A residual is added first, as in NormProblem. Backward is that of RMSNorm (op "norm"): it needs x (with a residual: the sum)
+    and rstd, not the normed tensor.
     """
 
     op: ClassVar[str] = "norm_quantize"
