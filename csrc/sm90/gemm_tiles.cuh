@@ -1,5 +1,6 @@
 // What a GEMM call is, and which tiles it is made of: group sizes are read on the device, tiles are handed out in an order that reuses L2.
 #pragma once
+#include <cuda.h>
 #include <cuda_bf16.h>
 
 #include "context.h"
@@ -10,12 +11,19 @@ enum class Operands : int { e4m3_e4m3, e5m2_e4m3, bf16, bf16_mn };  // bf16_mn: 
 enum class Mode : int { dense, ragged_m, ragged_k };
 // Where scales are applied. epilogue: tensor or row scales (or none). block_b: A 1x128, B 128x128. block_ab: both 1x128.
 enum class Scaling : int { epilogue, block_b, block_ab };
+// How results reach C. warps: any C. copy_engine: FP32 whose rows start on 16 bytes (vector_c), not ragged_m, whose groups end inside a box.
+enum class Store : int { warps, copy_engine };
 
 constexpr int kGemmThreads = 384;
 constexpr int kCluster = 2;
 constexpr int kBlockN = 128;
 constexpr int kMaxGroups = 1024;
 constexpr int kStageBytesK = 128;  // bytes of K in a stage
+
+struct GemmMaps {
+  CUtensorMap a, b;
+  CUtensorMap c;  // Store::copy_engine only: [groups, M, N] FP32, boxes of 16 x 32
+};
 
 struct GemmArgs {
   int M, N, K;      // of one group; ragged_m: M = all rows; ragged_k: K = all tokens

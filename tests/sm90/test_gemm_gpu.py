@@ -130,10 +130,11 @@ def test_grouped_rows(kind, sizes, dtype):
         assert not c[starts[-1] :].any()
 
 
-@pytest.mark.parametrize("sizes", SPLITS + [[128, 0, 384], [5, 300, 1000, 0, 30]], ids=str)
+@pytest.mark.parametrize("n,k", [(136, 264), (600, 1032)])
+@pytest.mark.parametrize("sizes", SPLITS + [[128, 0, 384], [5, 300, 1000, 0, 30], [3] * 150], ids=str)
 @pytest.mark.parametrize("kind", ["bf16", "tensor", "row", "block_ab"])
-def test_grouped_wgrad(kind, sizes):
-    groups, n, k = len(sizes), 136, 264
+def test_grouped_wgrad(kind, sizes, n, k):
+    groups = len(sizes)
     m = -(-(sum(sizes) + 9) // 16) * 16
     dy, x = rough(m, n, 8), rough(m, k, 9)
     starts = np.cumsum([0, *sizes])
@@ -164,6 +165,65 @@ def test_grouped_wgrad(kind, sizes):
             if sizes[e] == 0:
                 assert (got[e] == 2.0 * accumulate).all()
         assert reference.relative_error(got, want + 2.0 * accumulate) < SUM_BOUND
+
+
+def unaligned(like):
+    """Room for such a tensor that starts 4 bytes past an aligned address: the copy engine cannot write it, so warps do."""
+    flat = torch.full((like.numel() + 4,), float("nan"), device="cuda")
+    return flat[1 : 1 + like.numel()].view(like.shape)
+
+
+def same_bits_by_warps(call, start):
+    """call(c) adds to c. By the copy engine twice and by warps: the same bits, since every element is added to once."""
+    results = [start.clone(), start.clone(), unaligned(start).copy_(start)]
+    for c in results:
+        call(c)
+    assert torch.isfinite(results[0]).all()
+    return all(torch.equal(results[0], other) for other in results[1:])
+
+
+# rows, columns: a part of a tile, tails of rows and columns, more tiles than blocks; the last one's rows are not multiples of 16 bytes.
+WGRAD_SHAPES = [(40, 20), (257, 516), (2568, 1144), (130, 131)]
+
+
+@pytest.mark.parametrize("sizes", [[100, 0, 300, 7], [0, 640, 1, 127, 128, 33, 900, 0], [3] * 150], ids=str)
+@pytest.mark.parametrize("m,n", WGRAD_SHAPES)
+@pytest.mark.parametrize("kind", ["bf16", "tensor", "row", "block_ab"])
+def test_grouped_wgrad_adds_the_same_bits_by_either_store(kind, m, n, sizes):
+    tokens = -(-(sum(sizes) + 9) // 16) * 16
+    device_sizes = gpu.cuda(np.array(sizes, np.int64))
+    start = torch.randn(len(sizes), m, n, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+    if kind == "bf16":
+        if m % 8 or n % 8:
+            pytest.skip("the copy engine reads rows of 16 bytes")
+        a, b = (gpu.cuda(rough(tokens, w, seed)).bfloat16() for w, seed in ((m, 8), (n, 9)))
+        names, args = "grouped_gemm_wgrad", ()
+    else:
+        code, grain, _ = KINDS[kind]
+        fmt = E5M2 if kind == "tensor" else E4M3
+        a, scale_a, _ = gpu.quantized(rough(m, tokens, 8), grain, fmt)
+        b, scale_b, _ = gpu.quantized(rough(n, tokens, 9), grain)
+        names, args = "grouped_gemm_fp8_wgrad", (scale_a, scale_b)
+    formats = (fmt.code, E4M3.code, code) if args else ()
+    for accumulate in (0, 1):
+        assert same_bits_by_warps(lambda c: gpu.call(names, a, b, *args, device_sizes, c, *formats, accumulate), start)  # noqa: B023
+
+
+@pytest.mark.parametrize("m,n", WGRAD_SHAPES)
+@pytest.mark.parametrize("kind", ["bf16", "tensor", "row", "block_ab"])
+def test_dense_fp32_gets_the_same_bits_by_either_store(kind, m, n):
+    k = 400
+    start = torch.randn(m, n, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+    if kind == "bf16":
+        a, b = (gpu.cuda(rough(rows, k, seed)).bfloat16() for rows, seed in ((m, 8), (n, 9)))
+        call = lambda c, accumulate: gpu.call("gemm_bf16", a, b, c, accumulate)
+    else:
+        code, grain, _ = KINDS[kind]
+        a, scale_a, _ = gpu.quantized(rough(m, k, 8), grain)
+        b, scale_b, _ = gpu.quantized(rough(n, k, 9), grain)
+        call = lambda c, accumulate: gpu.call("gemm_fp8", a, b, scale_a, scale_b, c, 0, 0, code, accumulate)
+    for accumulate in (0, 1):
+        assert same_bits_by_warps(lambda c: call(c, accumulate), start)  # noqa: B023
 
 
 def test_wrong_group_sizes_stay_inside_the_tensors():
