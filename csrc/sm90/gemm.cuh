@@ -29,12 +29,12 @@ struct GemmShape {
   static constexpr int kBlockK = kFp8 ? 128 : 64;
   static constexpr bool kCopyEngine = STORE == Store::copy_engine;
   static constexpr int kBytesA = kBlockM * kStageBytesK, kBytesB = kBlockN * kStageBytesK;
-  // The copy engine gets whole waves, 64 KB for both warpgroups, in place of stages: two or three loaded ahead keep the products fed.
+  // The copy engine takes whole waves, 64 KB of both warpgroups. Stages make room for them: two or three loaded ahead feed the products.
   static constexpr int kStages = kCopyEngine ? (WAVES == 2 ? 3 : 4) : (WAVES == 2 ? 4 : 6);
   static constexpr int kWarpStaging = (kCopyEngine ? 4 : 1) * kPartBytes, kStaging = 8 * kWarpStaging;
   static constexpr int kScales = kChunks * ScaleChunk<SCALING, kBlockM>::kFloats;
   static constexpr int kBarriers = 2 * kStages + 2 * kChunks;
-  static constexpr int kGroupInts = MODE == Mode::dense ? 0 : (kMaxGroups + 2) * (MODE == Mode::ragged_m ? 2 : 1);
+  static constexpr int kGroupInts = MODE == Mode::dense ? 0 : kMaxGroups + 2 + (MODE == Mode::ragged_m ? kMaxGroups + 2 : kMaxGroups / 2);
   static constexpr int kSmem = kStages * (kBytesA + kBytesB) + kStaging + kScales * 4 + kBarriers * 8 + kGroupInts * 4;
   static_assert(kSmem <= 232448, "more shared memory than a block can have");
 };
@@ -74,11 +74,12 @@ __device__ __forceinline__ void mask_tile(uint8_t* tile, int rows, int low, int 
   }
 }
 
-// ragged_k: zeroes the values of stage k that belong to another group, in both operands. Called by both computing warpgroups.
+// ragged_k: zeroes the values of stage k, the first or last of a tile, that belong to another group, in both operands. Called by both
+// computing warpgroups.
 template <Mode MODE, int BK, int BM, bool MN, int UNIT>
-__device__ __forceinline__ void mask_stage(uint8_t* a, uint8_t* b, const Tile& t, int k) {
+__device__ __forceinline__ void mask_stage(uint8_t* a, uint8_t* b, const int* starts, int group, int k) {
   if constexpr (MODE == Mode::ragged_k) {
-    const int low = max(t.first - k * BK, 0), high = min(t.last - k * BK, BK);
+    const int low = max(starts[group] - k * BK, 0), high = min(starts[group + 1] - k * BK, BK);
     if (low > 0 || high < BK) {  // the same in every thread of the block
       mask_tile<MN>(a, BM, low * UNIT, high * UNIT, threadIdx.x, 256);
       mask_tile<MN>(b, kBlockN, low * UNIT, high * UNIT, threadIdx.x, 256);
@@ -133,7 +134,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
   uint64_t* full = reinterpret_cast<uint64_t*>(chunks + Shape::kScales);
   uint64_t *empty = full + kStages, *chunk_full = empty + kStages, *chunk_empty = chunk_full + kChunks;
   int* starts = reinterpret_cast<int*>(chunk_empty + kChunks);
-  int* tiles = starts + kMaxGroups + 2;
+  int* tiles = starts + kMaxGroups + 2;                  // ragged_m
+  uint16_t* order = reinterpret_cast<uint16_t*>(tiles);  // ragged_k
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x & 31, group_of_warps = warp / 4;
   const int rank = static_cast<int>(ptx::cluster_rank());
@@ -152,12 +154,15 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
     ptx::fence_barrier_init();
   }
   if constexpr (MODE != Mode::dense) {
-    if (warp == 1) scan_groups<MODE, BM>(p, starts, tiles);
+    if (warp == 1) {
+      scan_groups<MODE, BM>(p, starts, tiles);
+      if constexpr (MODE == Mode::ragged_k) order_groups(p, starts, order);
+    }
   }
   __syncthreads();
   ptx::cluster_sync();
 
-  Scheduler<MODE, BM, BK> schedule(p, starts, tiles, rank);
+  Scheduler<MODE, BM, BK> schedule(p, starts, tiles, order, rank);
   Tile t;
   RingPosition<kStages> ring;
   RingPosition<kChunks> scale_ring;
@@ -227,7 +232,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
         auto step = [&](int k, auto first, auto last) {
           ptx::barrier_wait(full + ring.at, ring.phase);
           uint8_t *a = smem_a + ring.at * Shape::kBytesA, *b = smem_b + ring.at * Shape::kBytesB;
-          if constexpr (first.value || last.value) mask_stage<MODE, BK, BM, kMn, 1>(a, b, t, k);
+          if constexpr (first.value || last.value) mask_stage<MODE, BK, BM, kMn, 1>(a, b, starts, t.group, k);
           const uint64_t desc_b = ptx::wgmma_descriptor(b);
           const float* chunk = chunks + scale_ring.at * Chunk::kFloats;
           const int in_chunk = k % kChunkK;
@@ -287,7 +292,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
         for (int k = t.k0; k < t.k1; ++k, ring.advance()) {
           ptx::barrier_wait(full + ring.at, ring.phase);
           uint8_t *a = smem_a + ring.at * Shape::kBytesA, *b = smem_b + ring.at * Shape::kBytesB;
-          mask_stage<MODE, BK, BM, kMn, kMn ? 1 : 2>(a, b, t, k);
+          if (k == t.k0 || k == t.k1 - 1) mask_stage<MODE, BK, BM, kMn, kMn ? 1 : 2>(a, b, starts, t.group, k);
           const uint64_t desc_b = kMn ? ptx::wgmma_descriptor_mn(b) : ptx::wgmma_descriptor(b);
           constexpr int kStep = kMn ? 128 : 2;  // 16 rows of 128 bytes, or 32 bytes of a row, in units of 16 bytes
 #pragma unroll
