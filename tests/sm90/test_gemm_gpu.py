@@ -130,10 +130,16 @@ def test_grouped_rows(kind, sizes, dtype):
         assert not c[starts[-1] :].any()
 
 
-@pytest.mark.parametrize("n,k", [(136, 264), (600, 1032)])
-@pytest.mark.parametrize("sizes", SPLITS + [[128, 0, 384], [5, 300, 1000, 0, 30], [3] * 150], ids=str)
+WGRAD_SPLITS = SPLITS + [[128, 0, 384], [5, 300, 1000, 0, 30]]
+
+
+@pytest.mark.parametrize(
+    "n,k,sizes",
+    [(136, 264, s) for s in [*WGRAD_SPLITS, [3] * 150]] + [(1100, 1544, s) for s in WGRAD_SPLITS if len(s) < 10],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", ["bf16", "tensor", "row", "block_ab"])
-def test_grouped_wgrad(kind, sizes, n, k):
+def test_grouped_wgrad(kind, n, k, sizes):
     groups = len(sizes)
     m = -(-(sum(sizes) + 9) // 16) * 16
     dy, x = rough(m, n, 8), rough(m, k, 9)
@@ -167,63 +173,68 @@ def test_grouped_wgrad(kind, sizes, n, k):
         assert reference.relative_error(got, want + 2.0 * accumulate) < SUM_BOUND
 
 
-def unaligned(like):
-    """Room for such a tensor that starts 4 bytes past an aligned address: the copy engine cannot write it, so warps do."""
-    flat = torch.full((like.numel() + 4,), float("nan"), device="cuda")
-    return flat[1 : 1 + like.numel()].view(like.shape)
+def random_operand(kind, rows, cols, generator):
+    """Finite FP8 codes with scales of their kind (bf16: values and no scale), for results that are compared bit by bit."""
+    if kind == "bf16":
+        return (torch.randn(rows, cols, generator=generator, device="cuda").bfloat16(),)
+    codes = torch.randint(0, 0x70, (rows, cols), generator=generator, device="cuda", dtype=torch.uint8)
+    codes += 0x80 * torch.randint(0, 2, (rows, cols), generator=generator, device="cuda", dtype=torch.uint8)
+    shape = reference.scale_shape(KINDS[kind][1], rows, cols)
+    return codes, torch.rand(shape, generator=generator, device="cuda") + 0.5
 
 
-def same_bits_by_warps(call, start):
-    """call(c) adds to c. By the copy engine twice and by warps: the same bits, since every element is added to once."""
-    results = [start.clone(), start.clone(), unaligned(start).copy_(start)]
-    for c in results:
-        call(c)
-    assert torch.isfinite(results[0]).all()
-    return all(torch.equal(results[0], other) for other in results[1:])
+def assert_same_bits_by_either_store(call, start):
+    """call(c, accumulate), twice by the copy engine and once by the warps: they take a c that does not start on 16 bytes."""
+    off = torch.empty(start.numel() + 1, device="cuda")[1:].view(start.shape)
+    for accumulate in (0, 1):
+        results = [start.clone(), start.clone(), off.copy_(start)]
+        for c in results:
+            call(c, accumulate)
+        assert torch.isfinite(results[0]).all()
+        first, *others = (c.view(torch.int32) for c in results)
+        assert all(torch.equal(first, other) for other in others), f"accumulate {accumulate}"
 
 
-# rows, columns: a part of a tile, tails of rows and columns, more tiles than blocks; the last one's rows are not multiples of 16 bytes.
-WGRAD_SHAPES = [(40, 20), (257, 516), (2568, 1144), (130, 131)]
+# m, n: part of a tile; tails of rows and columns; more tiles than blocks; rows that are not multiples of 16 bytes (warps only).
+RESULTS = [(40, 24), (257, 516), (2568, 1144), (130, 131)]
 
 
 @pytest.mark.parametrize("sizes", [[100, 0, 300, 7], [0, 640, 1, 127, 128, 33, 900, 0], [3] * 150], ids=str)
-@pytest.mark.parametrize("m,n", WGRAD_SHAPES)
+@pytest.mark.parametrize("m,n", RESULTS)
 @pytest.mark.parametrize("kind", ["bf16", "tensor", "row", "block_ab"])
-def test_grouped_wgrad_adds_the_same_bits_by_either_store(kind, m, n, sizes):
-    tokens = -(-(sum(sizes) + 9) // 16) * 16
-    device_sizes = gpu.cuda(np.array(sizes, np.int64))
-    start = torch.randn(len(sizes), m, n, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+def test_grouped_wgrad_gets_the_same_bits_by_either_store(kind, m, n, sizes):
     if kind == "bf16":
-        if m % 8 or n % 8:
-            pytest.skip("the copy engine reads rows of 16 bytes")
-        a, b = (gpu.cuda(rough(tokens, w, seed)).bfloat16() for w, seed in ((m, 8), (n, 9)))
-        names, args = "grouped_gemm_wgrad", ()
-    else:
-        code, grain, _ = KINDS[kind]
-        fmt = E5M2 if kind == "tensor" else E4M3
-        a, scale_a, _ = gpu.quantized(rough(m, tokens, 8), grain, fmt)
-        b, scale_b, _ = gpu.quantized(rough(n, tokens, 9), grain)
-        names, args = "grouped_gemm_fp8_wgrad", (scale_a, scale_b)
-    formats = (fmt.code, E4M3.code, code) if args else ()
-    for accumulate in (0, 1):
-        assert same_bits_by_warps(lambda c: gpu.call(names, a, b, *args, device_sizes, c, *formats, accumulate), start)  # noqa: B023
+        m, n = m // 8 * 8, n // 8 * 8  # rows of its operands are multiples of 16 bytes
+    tokens = -(-(sum(sizes) + 9) // 16) * 16
+    generator = torch.Generator("cuda").manual_seed(1)
+    start = torch.randn(len(sizes), m, n, generator=generator, device="cuda")
+    device_sizes = torch.tensor(sizes, device="cuda")
+    shapes = [(tokens, m), (tokens, n)] if kind == "bf16" else [(m, tokens), (n, tokens)]
+    (a, *scale_a), (b, *scale_b) = (random_operand(kind, *shape, generator) for shape in shapes)
+
+    def call(c, accumulate):
+        if kind == "bf16":
+            gpu.call("grouped_gemm_wgrad", a, b, device_sizes, c, accumulate)
+        else:
+            gpu.call("grouped_gemm_fp8_wgrad", a, b, *scale_a, *scale_b, device_sizes, c, 0, 0, KINDS[kind][0], accumulate)
+
+    assert_same_bits_by_either_store(call, start)
 
 
-@pytest.mark.parametrize("m,n", WGRAD_SHAPES)
+@pytest.mark.parametrize("m,n", RESULTS)
 @pytest.mark.parametrize("kind", ["bf16", "tensor", "row", "block_ab"])
 def test_dense_fp32_gets_the_same_bits_by_either_store(kind, m, n):
-    k = 400
-    start = torch.randn(m, n, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
-    if kind == "bf16":
-        a, b = (gpu.cuda(rough(rows, k, seed)).bfloat16() for rows, seed in ((m, 8), (n, 9)))
-        call = lambda c, accumulate: gpu.call("gemm_bf16", a, b, c, accumulate)
-    else:
-        code, grain, _ = KINDS[kind]
-        a, scale_a, _ = gpu.quantized(rough(m, k, 8), grain)
-        b, scale_b, _ = gpu.quantized(rough(n, k, 9), grain)
-        call = lambda c, accumulate: gpu.call("gemm_fp8", a, b, scale_a, scale_b, c, 0, 0, code, accumulate)
-    for accumulate in (0, 1):
-        assert same_bits_by_warps(lambda c: call(c, accumulate), start)  # noqa: B023
+    generator = torch.Generator("cuda").manual_seed(1)
+    start = torch.randn(m, n, generator=generator, device="cuda")
+    (a, *scale_a), (b, *scale_b) = (random_operand(kind, rows, 400, generator) for rows in (m, n))
+
+    def call(c, accumulate):
+        if kind == "bf16":
+            gpu.call("gemm_bf16", a, b, c, accumulate)
+        else:
+            gpu.call("gemm_fp8", a, b, *scale_a, *scale_b, c, 0, 0, KINDS[kind][0], accumulate)
+
+    assert_same_bits_by_either_store(call, start)
 
 
 def test_wrong_group_sizes_stay_inside_the_tensors():

@@ -132,7 +132,7 @@ def test_loads_go_through_the_copy_engine_and_multicast(kernels):
 
 
 def test_products_keep_their_descriptors_in_uniform_registers(kernels):
-    """Moved there one by one (32 a K block) they cost up to 300 cycles; the compiler does that after code that may split a warp."""
+    """Moved there anew, 32 moves a K block, they cost up to 300 cycles: the compiler does so after code that may split a warp."""
     for key, code in kernels.items():
         moves = [text for text in main_loop(code) if opcode(text).startswith("R2UR")]
         assert len(moves) <= 2, f"kernel {key}: {len(moves)} moves"
