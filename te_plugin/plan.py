@@ -108,6 +108,7 @@ class Kernel:
 
     entry_points maps a stage ("forward", "backward", ...) to the function exported by the compiled library `library` ("cpu",
     "sm90"); for a kernel that exists in one framework only, `library` is None and the framework's layer knows the name.
+    helpers: (library, function) pairs that such a kernel calls beside its own code.
     attributes(problem) are the static scalars passed after the tensors.
     composite: written in framework maths, last in the order, and a fallback on a GPU.
     measured: where several measured kernels of an op can run a problem on a GPU, a Tuner may say which is faster.
@@ -118,6 +119,7 @@ class Kernel:
     supports: Callable[[Any, Target], Supported | Unsupported]
     library: str | None = None
     entry_points: Mapping[str, str] = field(default_factory=dict)
+    helpers: tuple[tuple[str, str], ...] = ()
     buffers: Callable[[Any], tuple[BufferSpec, ...]] = lambda problem: ()
     attributes: Callable[[Any], tuple[int | float, ...]] = lambda problem: ()
     composite: bool = False
@@ -357,11 +359,13 @@ def _joined(*notes: str) -> str:
 
 def _verdict(kernel: Kernel, problem, target: Target) -> Supported | Unsupported:
     answer = kernel.supports(problem, target)
-    if answer and target.local and kernel.library:
-        missing = [name for name in kernel.entry_points.values() if not ffi.exports(kernel.library, name)]
+    if answer and target.local:
+        needed = [(kernel.library, name) for name in kernel.entry_points.values()] if kernel.library else kernel.helpers
+        missing = [name for library, name in needed if not ffi.exports(library, name)]
         if missing:
-            return Unsupported(f"library {kernel.library!r} on this machine does not export {', '.join(missing)}; "
-                               f"build it (make {kernel.library})")
+            library = needed[0][0]
+            return Unsupported(f"library {library!r} on this machine does not export {', '.join(missing)}; "
+                               f"build it (make {library})")
     return answer
 
 

@@ -148,8 +148,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
       ptx::barrier_init(empty + s, 8 * kCluster);
     }
     for (int s = 0; s < (kBlockScales ? kChunks : 0); ++s) {
-      ptx::barrier_init(chunk_full + s, Chunk::kWarps);
-      ptx::barrier_init(chunk_empty + s, 8);
+      ptx::barrier_init(chunk_full + s, 32 * Chunk::kWarps);
+      ptx::barrier_init(chunk_empty + s, 256);
     }
     ptx::fence_barrier_init();
   }
@@ -271,8 +271,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
             promote<SCALING, kOddFirst>(sum[w], part, s0, s1, held, columns);
           }
           if (kBlockScales && (k == t.k1 - 1 || in_chunk == kChunkK - 1)) {
-            __syncwarp();  // all lanes have read their scales
-            if (lane == 0) ptx::barrier_arrive(chunk_empty + scale_ring.at);
+            ptx::barrier_arrive(chunk_empty + scale_ring.at);
             scale_ring.advance();
           }
           ring.advance();

@@ -4,6 +4,9 @@
 // A chunk: of every row of the tile four scales [row][4], with block_b times the factor of the tile's columns; with block_ab then the
 // column scales in the order in which a thread multiplies: lane q of four holds columns 8j + 2q + {0, 1} of a product, so
 // [K block][q][2j + {0, 1}], q 40 floats apart (no bank conflicts).
+//
+// Every thread that writes or reads scales arrives at the barriers itself: one lane after __syncwarp would order the same, but
+// compute-sanitizer's racecheck follows arrivals of single threads only.
 #pragma once
 #include "gemm_tiles.cuh"
 #include "ptx.cuh"
@@ -67,8 +70,7 @@ __device__ __forceinline__ void bring_row_scales(const GemmArgs& p, const Tile& 
       if constexpr (SCALING == Scaling::block_b) v.x *= f.x, v.y *= f.y, v.z *= f.z, v.w *= f.w;
       to[32 * i] = v;
     }
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) ptx::barrier_arrive(full + ring.at);
+    ptx::barrier_arrive(full + ring.at);
   }
 }
 
@@ -87,8 +89,7 @@ __device__ __forceinline__ void bring_column_scales(const GemmArgs& p, const Til
       const float4 v = read_four(p.scale_b + min(t.col0 + 32 * i + lane, p.N - 1) * p.scale_k, k, p.scale_k, whole);
       to[8 * i] = v.x, to[8 * i + kColumnBlock] = v.y, to[8 * i + 2 * kColumnBlock] = v.z, to[8 * i + 3 * kColumnBlock] = v.w;
     }
-    __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(full + ring.at);
+    ptx::barrier_arrive(full + ring.at);
   }
 }
 

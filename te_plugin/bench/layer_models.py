@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import te_plugin.torch as tp
+from te_plugin.ops.attention.problem import AttentionProblem
+from te_plugin.plan import plan
+from te_plugin.torch.call import target_of
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -71,28 +73,15 @@ class Inputs:
                    tp.positions_of(cu, tokens), 1 / sizes.theta ** exponent)
 
 
+def attention_kernel(inputs: Inputs) -> str:
+    """The attention kernel that the plan takes on the device of the inputs."""
+    sizes, tokens = inputs.sizes, inputs.x.shape[0]
+    problem = AttentionProblem(tokens, tokens, len(inputs.lengths), sizes.heads, sizes.kv_heads, sizes.dim)
+    return plan(problem, target_of(inputs.x.device)).kernel.name
+
+
 def planned_attention(inputs: Inputs, kernel: str) -> Attend:
     return lambda q, k, v: tp.attention(q, k, v, cu_seqlens_q=inputs.cu, kernel=kernel)
-
-
-def cudnn_attention(inputs: Inputs) -> Attend | None:
-    """torch's cuDNN attention for one causal segment; None where it does not run."""
-    def attend(q, k, v):
-        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
-            out = F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in (q, k, v)), is_causal=True,
-                                                 enable_gqa=q.shape[1] != k.shape[1])
-        return out[0].transpose(0, 1)
-
-    sizes, device = inputs.sizes, inputs.x.device
-    if len(inputs.lengths) != 1 or device.type != "cuda":
-        return None
-    probe = [torch.zeros(128, heads, sizes.dim, dtype=torch.bfloat16, device=device, requires_grad=True)
-             for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads)]
-    try:
-        attend(*probe).sum().backward()
-    except RuntimeError:  # torch's "No available kernel"
-        return None
-    return attend
 
 
 def split_heads(qkv: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, ...]:

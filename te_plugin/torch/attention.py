@@ -12,7 +12,7 @@ import torch
 
 from te_plugin.ops.attention.problem import AttentionProblem
 from te_plugin.plan import Plan, plan, remember_unmeasured
-from te_plugin.torch import fp8_attention, launches
+from te_plugin.torch import fp8_attention, framework_attention, launches
 from te_plugin.torch.call import check_int32, define, dtype_name, empty, is_direct, launch, scratch, target_of
 from te_plugin.torch.options import Options
 
@@ -60,8 +60,6 @@ def run_forward(chosen: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
     if chosen.problem.precision == "fp8":
         return fp8_attention.forward(chosen, q, k, v, cu_q, cu_k, start_q, start_k)
     if chosen.kernel.library is None:
-        from te_plugin.torch import framework_attention
-
         launches.record(chosen, "forward")
         return framework_attention.FORWARD[chosen.kernel.name](chosen, q, k, v, cu_q, cu_k, start_q, start_k)
     shape, device = q.shape, q.device
@@ -84,8 +82,6 @@ def run_backward(chosen: Plan, dout, q, k, v, out, lse, cu_q, cu_k, start_q, sta
     if chosen.problem.precision == "fp8":
         return fp8_attention.backward(chosen, _innermost_contiguous(dout), q, k, v, out, lse, cu_q, cu_k, start_q, start_k)
     if chosen.kernel.library is None:
-        from te_plugin.torch import framework_attention
-
         launches.record(chosen, "backward")
         return framework_attention.BACKWARD[chosen.kernel.name](chosen, dout, q, k, v, out, lse, cu_q, cu_k, start_q, start_k)
     dq, dk, dv = (empty(x.shape, x.dtype, x.device) for x in (q, k, v))
@@ -156,8 +152,8 @@ def attention(
     """softmax(scale * Q K^T + mask) V for every packed segment on its own.
 
     q[Tq,H,D], k[Tk,G,D], v[Tk,G,D] in FP32, BF16 or FP16; H a multiple of G, head h uses kv head h // (H/G).
-    cu_seqlens_*: int32[N+1] on the same device, cumulative real lengths; *_padded: start row of each segment where memory has
-    gaps. Rows outside every segment give output and gradient 0 and are never read.
+    cu_seqlens_*: int32[N+1] on the same device, cumulative real lengths; *_padded: start row of each segment, in order, where
+    memory has gaps. Rows outside every segment give output and gradient 0 and are never read.
     mask: "causal" (equal lengths per segment), "causal_top_left", "causal_bottom_right", "none".
     window: (left, right) keys beside the row's own position; None or -1 means no limit.
     precision: "bf16" computes in the tensors' dtype with FP32 statistics, "fp8" quantises all operands.

@@ -95,6 +95,14 @@ def empty(shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device=device)
 
 
+def addressable(x: torch.Tensor) -> torch.Tensor:
+    """x where a kernel may read rows of its last dimension in pieces of 16 bytes, else a copy that allows it."""
+    if x.data_ptr() % 16:
+        return x.clone(memory_format=torch.contiguous_format)
+    apart = (stride * x.element_size() % 16 for stride in x.stride()[:-1])
+    return x if x.stride(-1) == 1 and not any(apart) else x.contiguous()
+
+
 def allocate(spec: BufferSpec, device: torch.device) -> torch.Tensor:
     dtype = TORCH_DTYPE[spec.dtype]
     if spec.zeroed:

@@ -1,4 +1,5 @@
-"""Attention kernels that exist in torch only. Composite: framework maths, the reference that is always there.
+"""Attention kernels that exist in torch only: framework maths (composite), the reference that is always there, torch's own
+FlashAttention, and cuDNN's kernels (cudnn_attention.py).
 
 Every function takes the plan and the same tensors as the compiled kernels; FORWARD and BACKWARD map a kernel's name to it.
 """
@@ -8,6 +9,8 @@ from __future__ import annotations
 import torch
 
 from te_plugin.plan import Plan
+from te_plugin.torch import cudnn_attention
+from te_plugin.torch.call import addressable
 
 
 def segment_ids(cu: torch.Tensor, start: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,8 +111,8 @@ class _FlashSegments:
         lengths = cu[1:] - cu[:-1]
         self.cu = torch.cummax(start.clamp(0, tokens), 0).values.int()
         used = lengths > 0
-        fits = (lengths >= 0).all() & (~used | ((start[:-1] >= 0) & (start[:-1] + lengths <= start[1:]))).all()
-        valid = fits & (start[-1] <= tokens) & (cu[0] == 0)
+        ordered = (start[:-1] >= 0) & (start[:-1] <= start[1:]) & (lengths >= 0)
+        valid = (ordered & (~used | (start[:-1] + lengths <= start[1:]))).all() & (start[-1] <= tokens) & (cu[0] == 0)
         self.gaps = gaps
         self.inside = (segment_ids(cu, start, tokens)[0] >= 0)[:, None, None]
         self.kept = self.inside & valid
@@ -117,7 +120,7 @@ class _FlashSegments:
 
     def clean(self, x: torch.Tensor) -> torch.Tensor:
         # An empty tensor may have any strides; torch asks for 1.
-        return torch.where(self.inside, x, 0) if self.gaps or not x.numel() else x
+        return torch.where(self.inside, x, 0) if self.gaps or not x.numel() else addressable(x)
 
     def result(self, x: torch.Tensor) -> torch.Tensor:
         return torch.where(self.kept, x, self.outside_value.to(x.dtype))
@@ -156,5 +159,5 @@ def _flash_backward(plan: Plan, dout, q, k, v, out, lse, cu_q, cu_k, start_q, st
     return at_q.result(dq), at_k.result(dk), at_k.result(dv)
 
 
-FORWARD = {"composite": _composite_forward, "flash": _flash_forward}
-BACKWARD = {"composite": _composite_backward, "flash": _flash_backward}
+FORWARD = {"composite": _composite_forward, "flash": _flash_forward, "cudnn": cudnn_attention.forward}
+BACKWARD = {"composite": _composite_backward, "flash": _flash_backward, "cudnn": cudnn_attention.backward}

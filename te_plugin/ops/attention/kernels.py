@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from te_plugin.ops.attention.problem import DQ_CODE, MASK_CODE, AttentionProblem
 from te_plugin.ops.checks import FLOAT_DTYPES, first_reason, wrong_arch, wrong_dtype
 from te_plugin.plan import BufferSpec, Kernel, Supported, Target, Unsupported, register
@@ -97,18 +99,42 @@ CPU_FP8 = register(Kernel(
 ))
 
 
+def _cudnn_supports(problem: AttentionProblem, target: Target) -> Supported | Unsupported:
+    reason = first_reason(
+        wrong_arch(target, "sm90"),
+        "is wired for torch only" if target.framework == "jax" else None,
+        wrong_dtype(problem.dtype, "bf16", "fp16"),
+        *_packed_causal_reasons(problem),
+        "has a deterministic backward, but its scratch grows with segments x tokens x tokens" if problem.deterministic else None,
+        "nvidia-cudnn-frontend is not installed; pip install 'te_plugin[cudnn]'"
+        if target.local and importlib.util.find_spec("cudnn") is None else None,
+    )
+    return Unsupported(reason) if reason else Supported("cuDNN's packed kernels; their scratch is what cuDNN asks for")
+
+
+CUDNN = register(Kernel(name="cudnn", op="attention", supports=_cudnn_supports, attributes=attributes,
+                        helpers=(("sm90", "segment_offsets"), ("sm90", "fill_outside")), describe_layout=describe_layout))
+
+
+def _packed_causal_reasons(problem: AttentionProblem) -> tuple[str | None, ...]:
+    """What keeps a problem from torch's FlashAttention and from cuDNN alike."""
+    return (
+        "computes in the dtype of the tensors, not in FP8" if problem.precision == "fp8" else None,
+        f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}" if problem.head_dim > MAX_HEAD_DIM else None,
+        f"head_dim {problem.head_dim} is not a multiple of 8" if problem.head_dim % 8 else None,
+        f"mask {problem.mask} is not among its masks (causal)" if problem.mask != "causal" else None,
+        "accumulates dQ in fp32 only" if problem.dq_accumulation == "bf16" else None,
+        f"window {problem.window} looks to the right of a causal row" if problem.window[1] > 0 else None,
+    )
+
+
 def _flash_supports(problem: AttentionProblem, target: Target) -> Supported | Unsupported:
     reason = first_reason(
         wrong_arch(target, "sm90", "sm100"),
         "is torch's own kernel (FlashAttention 2), for torch only" if target.framework == "jax" else None,
         wrong_dtype(problem.dtype, "bf16", "fp16"),
-        "computes in the dtype of the tensors, not in FP8" if problem.precision == "fp8" else None,
-        f"head_dim {problem.head_dim} is above {MAX_HEAD_DIM}" if problem.head_dim > MAX_HEAD_DIM else None,
-        f"head_dim {problem.head_dim} is not a multiple of 8" if problem.head_dim % 8 else None,
-        f"mask {problem.mask} is not among its masks (causal)" if problem.mask != "causal" else None,
+        *_packed_causal_reasons(problem),
         "adds dQ with atomics, which is not deterministic" if problem.deterministic else None,
-        "accumulates dQ in fp32 only" if problem.dq_accumulation == "bf16" else None,
-        f"window {problem.window} looks to the right of a causal row" if problem.window[1] > 0 else None,
     )
     return Unsupported(reason) if reason else Supported("torch's FlashAttention 2 for packed segments")
 
