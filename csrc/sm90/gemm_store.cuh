@@ -129,11 +129,13 @@ __device__ __forceinline__ void queue_wave(const float (&d)[64], uint8_t* parts,
 }
 
 // Brings the share of K block k of a tile of C into L2, where the copy engine will add to it. So the reads of C are spread over the K loop:
-// additions that miss L2 come from all blocks of the chip at once, at the end of equal tiles, and wait for memory.
+// additions that miss L2 come from all blocks of the chip at once, at the end of equal tiles, and wait for memory. A long K loop begins with
+// it late, for operands would push C out of L2 again.
 template <int BM>
 __device__ __forceinline__ void prefetch_result(const CUtensorMap& map, const Tile& t, int k) {
-  constexpr int kBoxes = BM / 16 * 4;
-  const int blocks = t.k1 - t.k0, at = k - t.k0, end = kBoxes * (at + 1) / blocks;
+  constexpr int kBoxes = BM / 16 * 4, kMostBlocks = 16;
+  const int blocks = min(t.k1 - t.k0, kMostBlocks), at = k - (t.k1 - blocks), end = kBoxes * (at + 1) / blocks;
+  if (at < 0) return;
   for (int box = kBoxes * at / blocks; box < end; ++box) ptx::tma_prefetch_3d(&map, t.col0 + box % 4 * 32, t.row0 + box / 4 * 16, t.group);
 }
 
