@@ -219,7 +219,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
     bool pending = false;
     while (true) {
       const bool more = schedule.next(t);
-      if (more && t.k0 == t.k1 && p.accumulate) continue;  // nothing to add
+      if (MODE == Mode::ragged_k && more && t.k0 == t.k1 && p.accumulate) continue;  // nothing to add
       if (!more || t.k0 == t.k1) {
         if (pending) store(unfinished, Last{});
         pending = false;
