@@ -3,6 +3,7 @@
 #
 #   make demo | test | test-slow | lint | wheel | sm90 | clean
 #   make test-gpu PYTHON=python3     on a GPU machine, with the packages that PYTHON already has (no registry is asked)
+#   make sanitize PYTHON=python3     there: our kernels under compute-sanitizer's memcheck and racecheck
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -19,10 +20,10 @@ CPU_LIBRARY := te_plugin/lib/libte_plugin_cpu.so
 CPU_SOURCES := CMakeLists.txt $(wildcard cmake/*.cmake csrc/include/* csrc/cpu/*)
 PYTEST_ARGS ?=
 
-.PHONY: help demo test test-slow test-gpu sm90 lint wheel clean python compiler
+.PHONY: help demo test test-slow test-gpu sanitize sm90 lint wheel clean python compiler
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,5p
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,6p
 
 python:
 	@test -n "$(PYTHON)" && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null || { \
@@ -77,6 +78,19 @@ sm90: | python compiler
 
 test-gpu: sm90
 	PYTHONPATH=. "$(PYTHON)" -m pytest -m "gpu or multigpu" $(PYTEST_ARGS)
+
+# The small problems of every kernel; the others would take hours under a checker. Without torch's cache every tensor is an allocation
+# of its own, so that an access outside it is seen.
+SANITIZER = $(shell command -v compute-sanitizer 2>/dev/null || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)
+TOOLS ?= memcheck racecheck
+LARGE := several_tiles or long_sums or 128256 or graph
+
+sanitize: sm90
+	@test -n "$(SANITIZER)" || { echo "No compute-sanitizer found. It comes with the CUDA toolkit: install that, or put its bin folder on PATH" >&2; exit 1; }
+	for tool in $(TOOLS); do \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=. "$(SANITIZER)" --tool $$tool --kernel-name kernel_substring=_ZN2te --error-exitcode 1 \
+	    "$(PYTHON)" -m pytest tests/sm90 -m gpu -k "not ($(LARGE))" $(PYTEST_ARGS) || exit 1; \
+	done
 
 clean:
 	rm -rf build dist te_plugin/lib *.egg-info .pytest_cache .ruff_cache .hypothesis

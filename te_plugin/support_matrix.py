@@ -19,7 +19,10 @@ from te_plugin.ops.grouped_gemm.problem import GroupedGemmProblem
 from te_plugin.ops.loss.problem import LossProblem
 from te_plugin.ops.norm.problem import NormProblem
 from te_plugin.ops.norm_quantize.problem import NormQuantizeProblem
+from te_plugin.ops.qkv_rope.problem import QkvRopeProblem
+from te_plugin.ops.qkv_rope_quantize.problem import QkvRopeQuantizeProblem
 from te_plugin.ops.quantize.problem import QuantizeProblem
+from te_plugin.ops.quantize_many.problem import QuantizeManyProblem
 from te_plugin.ops.rope.problem import RopeProblem
 from te_plugin.plan import ARCHITECTURES, FRAMEWORKS, Target, registered
 
@@ -51,6 +54,9 @@ def cases() -> list[tuple[str, object]]:
               for granularity, says in names.items()]
     found.append(("given scale (delayed)", QuantizeProblem(tokens, hidden, transpose=True, delayed=True)))
     found.append(("FNUZ formats", QuantizeProblem(tokens, hidden, format="e4m3_fnuz", transpose=True)))
+    weights = ((2 * ffn, hidden, 32), (hidden, ffn, 32))
+    found += [("all weights of a model, E4M3", QuantizeManyProblem(weights, transpose=True)),
+              ("all weights of a model, FNUZ formats", QuantizeManyProblem(weights, format="e4m3_fnuz", transpose=True))]
     found += [("BF16", GemmProblem(tokens, ffn, hidden)),
               ("FP32", GemmProblem(tokens, ffn, hidden, "fp32", "fp32", out_dtype="fp32"))]
     for name, kind in numerics.SCALINGS.items():
@@ -64,6 +70,11 @@ def cases() -> list[tuple[str, object]]:
               ("SwiGLU, FP8 output", ActivationQuantizeProblem(tokens, ffn, transpose=True)),
               ("gradient of SwiGLU, FP8 output", ActivationQuantizeProblem(tokens, ffn, gradient=True, transpose=True)),
               ("by positions", RopeProblem(tokens, heads, 128)),
+              ("split of QKV and RoPE", QkvRopeProblem(tokens, heads, kv_heads, 128)),
+              ("heads grouped by kv head", QkvRopeProblem(tokens, heads, kv_heads, 128, "grouped")),
+              ("split of QKV and RoPE, FP8 output", QkvRopeQuantizeProblem(tokens, heads, kv_heads, 128)),
+              ("given scales (delayed)", QkvRopeQuantizeProblem(tokens, heads, kv_heads, 128, delayed=True)),
+              ("FP8 output from FP32", QkvRopeQuantizeProblem(tokens, heads, kv_heads, 128, dtype="fp32")),
               ("cross-entropy, vocabulary 128,256", LossProblem(tokens, 128256))]
     return found
 

@@ -30,7 +30,7 @@ void run(const TensorView& x, const QuantOutputs& o, int64_t granularity, int64_
   const int64_t size = x.dtype().bits / 8;
   const void* p = pointer<const void>(x);
   CUtensorMap map;
-  const bool tma = q.C % 8 == 0 && aligned(p, 16) && stride * size % 16 == 0;
+  const bool tma = rows_are_vectors(p, q.C, stride, size);
   if (tma) map = tile_map(p, q.R, q.C, stride, static_cast<int>(size), "x");
   (type == Type::bf16 ? quantize_bf16 : type == Type::fp16 ? quantize_fp16 : quantize_fp32)(l, p, stride, tma ? &map : nullptr, q, granularity, format);
   TE_LAUNCHED("quantize");

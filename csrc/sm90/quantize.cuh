@@ -39,6 +39,18 @@ void launch_direct(const Context& l, const Source& source, const QuantArgs& q) {
   else quantize_kernel<Source, FMT, MODE, false><<<tiles, kQuantThreads, 0, l.stream>>>(source, q);
 }
 
+// Launches a kernel that starts while the one before it ends, and waits for what that one wrote where it needs it.
+template <class... Parameters, class... Arguments>
+void launch_overlapping(const Context& l, void (*kernel)(Parameters...), unsigned grid, unsigned threads, size_t smem, Arguments&&... arguments) {
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid), config.blockDim = dim3(threads), config.dynamicSmemBytes = smem, config.stream = l.stream;
+  config.attrs = &overlap, config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
 template <class Tiles, int FMT, int MODE, bool TR>
 void launch_tiles_of(const Context& l, const Tiles& source, const QuantArgs& q, bool after) {
   using Shape = TilesShape<Tiles, MODE, TR>;
@@ -47,13 +59,7 @@ void launch_tiles_of(const Context& l, const Tiles& source, const QuantArgs& q, 
   (void)ready;  // a failure shows at the launch
   const int64_t tiles = ceil_div(q.R, kTile) * ceil_div(Tiles::kPair ? q.C / 2 : q.C, kTile);
   const unsigned grid = static_cast<unsigned>(std::min<int64_t>(tiles, static_cast<int64_t>(l.sms) * Shape::kBlocks));
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(grid), config.blockDim = dim3(kQuantThreads), config.dynamicSmemBytes = Shape::kSmem, config.stream = l.stream;
-  config.attrs = &overlap, config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, kernel, source, q, after);
+  launch_overlapping(l, kernel, grid, kQuantThreads, Shape::kSmem, source, q, after);
 }
 
 // `after`: a kernel of the same op ran just before, over the same tensor: its results are needed, and L2 holds the end of the tensor.

@@ -67,16 +67,21 @@ inline QuantArgs check_quantize(const QuantOutputs& o, int64_t R, int64_t C, int
   return q;
 }
 
+// Whether every row of x starts on 16 bytes and is whole vectors of eight: what TMA and 16-byte loads need.
+inline bool rows_are_vectors(const void* x, int64_t C, int64_t stride, int64_t size) {
+  return C % 8 == 0 && aligned(x, 16) && stride * size % 16 == 0;
+}
+
 // A kernel and not a memset: the next kernel may start while this one ends (see quantize_tiles_kernel), but not before it starts.
 template <int = 0>
 __global__ void zero_stats_kernel(float* stats) {
   ptx::let_next_kernel_start();
-  stats[0] = 0.f, stats[1] = 0.f;
+  stats[threadIdx.x] = 0.f;
 }
 
 // Zeroes stats, deals with empty tensors. False: nothing is left to do.
 inline bool begin_quantize(const Launch& l, const QuantArgs& q, int64_t granularity) {
-  zero_stats_kernel<<<1, 1, 0, l.stream>>>(q.stats);
+  zero_stats_kernel<<<1, 2, 0, l.stream>>>(q.stats);
   if (q.R > 0 && q.C > 0) return true;
   // What has no values has amax 0: scale 1 (a tensor's scale, or the columns of a transposed copy of no rows).
   const bool row = granularity == kRow;

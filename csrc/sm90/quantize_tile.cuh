@@ -85,11 +85,11 @@ __device__ __forceinline__ void add_stats(float* stats, uint32_t warp_amax_bits,
 }
 
 // Number of infinities and NaNs of a tile part; only called when the amax says there are some.
-template <typename T>
-__device__ __forceinline__ int count_nonfinite(const Vec8<T> (&v)[8]) {
+template <typename T, int N>
+__device__ __forceinline__ int count_nonfinite(const Vec8<T> (&v)[N]) {
   int n = 0;
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
+  for (int i = 0; i < N; ++i)
 #pragma unroll
     for (int k = 0; k < Elem<T>::kWords; ++k) {
       const uint32_t m = abs_word<T>(v[i].w[k]);
@@ -113,9 +113,13 @@ __device__ __forceinline__ void add_seen(const QuantArgs& q, const Seen& seen) {
 
 // The one scale of kGiven; written out by the block that holds the first tile.
 template <int FMT>
+__device__ __forceinline__ Scale given_scale(const float* scale, const float* stats, bool pow2) {
+  if (!scale) return scale_from_amax(reinterpret_cast<const uint32_t*>(stats)[0], kFormatMax<FMT>, pow2);
+  return {*scale, __fdiv_rn(1.f, *scale)};
+}
+template <int FMT>
 __device__ __forceinline__ Scale given_scale(const QuantArgs& q) {
-  if (!q.scale) return scale_from_amax(reinterpret_cast<const uint32_t*>(q.stats)[0], kFormatMax<FMT>, q.pow2);
-  return {*q.scale, __fdiv_rn(1.f, *q.scale)};
+  return given_scale<FMT>(q.scale, q.stats, q.pow2);
 }
 
 template <typename T, int FMT, int MODE, bool TR>
@@ -355,6 +359,16 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
   add_seen<T>(q, seen);
 }
 
+// Where tile i of a tensor of tiles_r x tiles_c tiles begins. With a transposed copy the blocks that run together cover about a square, so
+// that both copies are written in runs of 2 KB.
+template <bool TR>
+__device__ __forceinline__ void place_tile(int i, int tiles_r, int tiles_c, int& row0, int& col0) {
+  constexpr int kBand = TR ? 16 : 1;
+  const int band = i / (kBand * tiles_c), first = band * kBand, height = min(kBand, tiles_r - first);
+  i -= first * tiles_c;
+  row0 = (first + i % height) * kTile, col0 = i / height * kTile;
+}
+
 // Persistent, fed by TMA: while a tile is cast, the next ones are on their way. A Tiles type has `type`, `kInputs` tensors with a map each,
 // kPair (two output tiles: tensors of two halves [R, 2W] made from the same inputs; the second tile lies W columns further),
 // `prepare(col, width)` for what belongs to a thread's columns, and `read` from a stage. `after`: a kernel of the same op ran just before
@@ -380,14 +394,7 @@ __global__ void __launch_bounds__(kQuantThreads, TilesShape<Tiles, MODE, TR>::kB
   uint64_t* full = reinterpret_cast<uint64_t*>(stages + kStages * Shape::kStageBytes + (sizeof(sm) + 15) / 16 * 16);
   const int64_t width = Tiles::kPair ? q.C / 2 : q.C;
   const int tiles_c = static_cast<int>((width + kTile - 1) / kTile), tiles_r = static_cast<int>((q.R + kTile - 1) / kTile), tiles = tiles_r * tiles_c;
-  // With a transposed copy the blocks that run together cover about a square, so that both copies are written in runs of 2 KB.
-  constexpr int kBand = TR ? 16 : 1;
-  auto place = [&](int i, int& row0, int& col0) {
-    if (after) i = tiles - 1 - i;
-    const int band = i / (kBand * tiles_c), first = band * kBand, height = min(kBand, tiles_r - first);
-    i -= first * tiles_c;
-    row0 = (first + i % height) * kTile, col0 = i / height * kTile;
-  };
+  auto place = [&](int i, int& row0, int& col0) { place_tile<TR>(after ? tiles - 1 - i : i, tiles_r, tiles_c, row0, col0); };
   auto fetch = [&](int i, int stage) {
     if (i >= tiles) return;
     int row0, col0;
@@ -514,20 +521,33 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
   add_stats(stats, Elem<T>::magnitude_to_float_bits(__reduce_max_sync(0xffffffffu, amax)), nonfinite, threadIdx.x & 31);
 }
 
-// Turns amax bits into scale_inv in place, after the cast that needed them.
+// Turns amax bits into scale_inv in place, after the cast that needed them: entries first, first + step, ... of a, then of b.
+template <int FMT>
+__device__ __forceinline__ void finish_scales(int64_t first, int64_t step, uint32_t* a, int64_t na, uint32_t* b, int64_t nb, bool pow2) {
+  for (int64_t i = first; i < na + nb; i += step) {
+    uint32_t* p = i < na ? a + i : b + (i - na);
+    *reinterpret_cast<float*>(p) = scale_from_amax(*p, kFormatMax<FMT>, pow2).inv;
+  }
+}
+
 template <int FMT>
 __global__ void finish_scales_kernel(uint32_t* a, int64_t na, uint32_t* b, int64_t nb, bool pow2) {
-  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-  uint32_t* p = i < na ? a + i : i < na + nb ? b + (i - na) : nullptr;
-  if (p) *reinterpret_cast<float*>(p) = scale_from_amax(*p, kFormatMax<FMT>, pow2).inv;
+  const int64_t step = gridDim.x * static_cast<int64_t>(blockDim.x);
+  finish_scales<FMT>(blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x, step, a, na, b, nb, pow2);
+}
+
+// One block fills both.
+__device__ __forceinline__ void fill(float value, float* a, int64_t na, float* b, int64_t nb) {
+  for (int64_t i = threadIdx.x; i < na; i += blockDim.x) a[i] = value;
+  for (int64_t i = threadIdx.x; i < nb; i += blockDim.x) b[i] = value;
 }
 
 // scale_inv of what has no values: 1, or the inverse of the given scale.
+__device__ __forceinline__ float empty_scale_inv(const float* scale) { return scale ? __fdiv_rn(1.f, *scale) : 1.f; }
+
 template <int = 0>
 __global__ void empty_scales_kernel(const float* scale, float* a, int64_t na, float* b, int64_t nb) {
-  const float v = scale ? __fdiv_rn(1.f, *scale) : 1.f;
-  for (int64_t i = threadIdx.x; i < na; i += blockDim.x) a[i] = v;
-  for (int64_t i = threadIdx.x; i < nb; i += blockDim.x) b[i] = v;
+  fill(empty_scale_inv(scale), a, na, b, nb);
 }
 
 }  // namespace te

@@ -15,6 +15,7 @@ BENCHMARKS = {
     "attention": {"cpu": "te_plugin.bench.attention"},
     "calls": {"cpu": "te_plugin.bench.calls"},
     "quantize": {"cpu": "te_plugin.bench.quantize", "cuda": "te_plugin.bench.quantize_gpu"},
+    "rope": {"cuda": "te_plugin.bench.rope"},
     "gemm": {"cuda": "te_plugin.bench.gemm"},
     "grouped": {"cuda": "te_plugin.bench.grouped"},
     "layer": {"cuda": "te_plugin.bench.layer"},

@@ -105,9 +105,9 @@ class OurLayer(nn.Module):
              (self.mlp.fc1.layer_norm_weight, w["norm2"]), (self.mlp.fc1.weight, w["fc1"]), (self.mlp.fc2.weight, w["fc2"]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        positions, inv_freq = self.inputs.positions, self.inputs.inv_freq
-        q, k, v = split_heads(self.qkv(x), self.inputs.sizes)
-        q, k = (tp.rope(t, positions, inv_freq=inv_freq) for t in (q, k))
+        sizes = self.inputs.sizes
+        q, k, v = tp.qkv_rope(self.qkv(x), self.inputs.positions, heads=sizes.heads, kv_heads=sizes.kv_heads,
+                              inv_freq=self.inputs.inv_freq)
         x = x + self.proj(self.attend(q, k, v).flatten(1))
         return x + self.mlp(x)
 

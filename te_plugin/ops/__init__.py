@@ -9,6 +9,9 @@ from te_plugin.ops import (  # noqa: F401
     loss,
     norm,
     norm_quantize,
+    qkv_rope,
+    qkv_rope_quantize,
     quantize,
+    quantize_many,
     rope,
 )

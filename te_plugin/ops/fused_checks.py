@@ -1,13 +1,13 @@
 """What the ops that end in a quantisation share: the limits of the fused kernels, and the way without fusion.
 
-A problem of such an op has `parts()`: the op and the quantisation that the fused kernel replaces.
+A problem of such an op has `parts()`: the op and the quantisation, or the quantisations, that its kernel replaces.
 """
 
 from __future__ import annotations
 
 from te_plugin import numerics
 from te_plugin.ops.checks import first_reason, wrong_arch, wrong_dtype
-from te_plugin.plan import PlanError, Supported, Target, Unsupported, plan, registered
+from te_plugin.plan import Kernel, PlanError, Supported, Target, Unsupported, plan, registered
 
 SEPARATE = "separate"
 
@@ -30,15 +30,21 @@ def quantize_attributes(problem) -> tuple[int, ...]:
     return (numerics.GRANULARITY_CODE[problem.granularity], numerics.FORMATS[problem.format].code, int(problem.pow2_scale))
 
 
-def separate_supports(problem, target: Target) -> Supported | Unsupported:
-    """Both parts have a kernel. Whether framework maths may be one of them is for the plans of the parts to say."""
+def separate_supports(problem, target: Target, fallback: str = "allow") -> Supported | Unsupported:
+    """All parts have a kernel. fallback "allow": their own plans say whether framework maths may be one of them."""
     if target.framework == "jax":
         return Unsupported("is wired for torch only")
     names = []
     for name, part in problem.parts():
         try:
-            names.append(f"{name} {plan(part, target, fallback='allow').kernel.name}")
+            names.append(f"{name} {plan(part, target, fallback=fallback).kernel.name}")
         except PlanError:
-            why = "; ".join(f"{kernel.name} {kernel.supports(part, target).reason}" for kernel in registered(part.op))
-            return Unsupported(f"has no kernel for {name}: {why}")
-    return Supported(f"one after the other: {', '.join(names)}")
+            reasons = (_reason(kernel, part, target) for kernel in registered(part.op))
+            return Unsupported(f"has no kernel for {name}: {'; '.join(reasons)}")
+    return Supported(f"one after the other: {', '.join(dict.fromkeys(names))}")
+
+
+def _reason(kernel: Kernel, problem, target: Target) -> str:
+    """Why a kernel was not taken; one that could run was refused as a fallback."""
+    answer = kernel.supports(problem, target)
+    return f"{kernel.name} {'is framework maths' if answer else answer.reason}"

@@ -16,6 +16,7 @@ from te_plugin.ops.loss.problem import LossProblem
 from te_plugin.ops.norm.problem import NormProblem
 from te_plugin.ops.norm_quantize.problem import NormQuantizeProblem
 from te_plugin.ops.quantize.problem import LARGE_EXPERT, QuantizeProblem
+from te_plugin.ops.quantize_many.problem import QuantizeManyProblem
 from te_plugin.ops.rope.problem import RopeProblem
 from te_plugin.plan import Plan, Target, plan
 
@@ -67,7 +68,7 @@ def is_fused(cfg) -> bool:
 
 
 def problems_of(cfg) -> list[tuple[str, object]]:
-    """(label, problem) of every op in one microbatch on one rank, in the order of a layer.
+    """(label, problem) of every op in one microbatch on one rank, in the order of a layer; "weights" run once a step.
 
     "norm" serves the final norm and every norm's backward also where the forward of the others is fused.
     """
@@ -103,8 +104,30 @@ def problems_of(cfg) -> list[tuple[str, object]]:
                                     cfg.parallel.grad_accum_fusion)
     if is_fused(cfg):
         problems = [fused_casts(cfg, tokens).get(label, (label, problem)) for label, problem in problems]
+    if refreshes_weights(cfg):
+        matrices = list(linears.values())
+        if cfg.moe.num_experts:
+            matrices += [(2 * ffn, model.hidden_size)] * experts + [(model.hidden_size, ffn)] * experts
+        problems.append(("weights.quantize", weights_problem(cfg, matrices)))
     problems.append(("loss", LossProblem(tokens, model.vocab_size // tp, dtype)))
     return problems
+
+
+def refreshes_weights(cfg) -> bool:
+    """Whether a step begins with the quantisation of all weights together; the layers' own casts run in the first step then."""
+    return (numerics.scaling(cfg.precision.name) is not None and cfg.precision.weight_cache == "per_step"
+            and cfg.parallel.name != "fsdp2" and cfg.adapter.name == "megatron" and _fp8_layers(cfg) > 0)
+
+
+def _fp8_layers(cfg) -> int:
+    return cfg.model.num_layers - cfg.precision.bf16_layers_at_start - cfg.precision.bf16_layers_at_end
+
+
+def weights_problem(cfg, matrices: list[tuple[int, int]]) -> QuantizeManyProblem:
+    """The weights of all FP8 layers of a rank, from the (rows, columns) of one layer's."""
+    kind, precision = numerics.scaling(cfg.precision.name), cfg.precision
+    return QuantizeManyProblem.of(matrices * _fp8_layers(cfg), run_dtype(cfg), kind.forward_format.name, kind.weight,
+                                  precision.pow2_scale and not kind.delayed, precision.keep_transpose, kind.delayed)
 
 
 def fused_casts(cfg, tokens: int) -> dict[str, tuple[str, object]]:
@@ -130,7 +153,7 @@ def fused_casts(cfg, tokens: int) -> dict[str, tuple[str, object]]:
 
 def parts_of(label: str, made: Plan) -> list[tuple[str, object]]:
     """(label, problem) of the launches behind a plan that runs the parts of its problem one after the other."""
-    if made.kernel.name != SEPARATE:
+    if made.kernel.name != SEPARATE or made.problem.op == "quantize_many":  # every layer's quantize_w is a row already
         return []
     layer, _, launch = label.rpartition(".")  # linear_qkv.norm_quantize_x is linear_qkv.norm, then linear_qkv.quantize_x
     return [(f"{layer}.{name}", part) for name, (_, part) in zip(launch.split("_", 1), made.problem.parts(), strict=True)]

@@ -1,6 +1,6 @@
 """RMSNorm, SwiGLU, RoPE and cross-entropy in float64, with their gradients.
 
-Shapes: R rows, C columns, T tokens, H heads, D head dim, V vocabulary.
+Shapes: R rows, C columns, T tokens, H heads, G kv heads, D head dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -77,6 +77,36 @@ def rope(x, positions, inv_freq, inverse: bool = False) -> np.ndarray:
     cos, sin = np.cos(angle)[:, None, :], np.sin(angle)[:, None, :] * (-1 if inverse else 1)
     first, second = np.split(x, 2, axis=-1)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def qkv_heads(heads: int, kv_heads: int, layout: str) -> tuple[list[int], list[int], list[int]]:
+    """Where the heads of q, k and v lie among the H + 2G heads of a row. split: q, k, v; grouped: H/G of q, one k, one v, ..."""
+    ratio = heads // kv_heads
+    if layout == "split":
+        order = [("q", heads), ("k", kv_heads), ("v", kv_heads)]
+    elif layout == "grouped":
+        order = [("q", ratio), ("k", 1), ("v", 1)] * kv_heads
+    else:
+        raise ValueError(f"layout={layout!r} is not one of split, grouped")
+    names = [name for name, count in order for _ in range(count)]
+    return tuple([i for i, name in enumerate(names) if name == which] for which in "qkv")
+
+
+def qkv_rope(qkv, positions, inv_freq, heads: int, kv_heads: int, layout: str = "split") -> tuple[np.ndarray, ...]:
+    """qkv[T,(H+2G)*D] -> q[T,H,D] and k[T,G,D] rotated, v[T,G,D]."""
+    rows = _f64(qkv).reshape(len(qkv), heads + 2 * kv_heads, 2 * len(inv_freq))
+    q, k, v = (rows[:, where] for where in qkv_heads(heads, kv_heads, layout))
+    return rope(q, positions, inv_freq), rope(k, positions, inv_freq), v
+
+
+def qkv_rope_backward(dq, dk, dv, positions, inv_freq, layout: str = "split") -> np.ndarray:
+    """dq[T,H,D], dk[T,G,D], dv[T,G,D] -> dqkv[T,(H+2G)*D]."""
+    parts = (rope(dq, positions, inv_freq, inverse=True), rope(dk, positions, inv_freq, inverse=True), _f64(dv))
+    heads, kv_heads = dq.shape[1], dk.shape[1]
+    rows = np.empty((len(dq), heads + 2 * kv_heads, dq.shape[2]))
+    for where, part in zip(qkv_heads(heads, kv_heads, layout), parts, strict=True):
+        rows[:, where] = part
+    return rows.reshape(len(rows), rows.shape[1] * rows.shape[2])
 
 
 def cross_entropy_forward(logits, labels) -> tuple[np.ndarray, np.ndarray]:

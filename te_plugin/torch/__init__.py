@@ -11,7 +11,10 @@ from te_plugin.torch.functional import (
     layer_norm_linear,
     linear,
     positions_of,
+    qkv_rope,
+    qkv_rope_quantize,
     quantize,
+    quantize_many,
     rms_norm,
     rope,
     swiglu,
@@ -24,12 +27,14 @@ from te_plugin.torch.modules import (
     Linear,
     RMSNorm,
 )
+from te_plugin.torch.qkv_rope import QuantizedQkv
 from te_plugin.torch.quantize import QuantizedTensor
+from te_plugin.torch.refresh import RefreshReport, refresh_weights
 from te_plugin.torch.state import DelayedScaling, LinearState, advance_scaling
 
 __all__ = [
     "ConvertReport", "DelayedScaling", "DotProductAttention", "GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear",
-    "LinearState", "QuantizedTensor", "RMSNorm", "advance_scaling", "align_groups", "attention", "convert", "cross_entropy",
-    "dequantize", "gated_mlp", "grouped_linear", "layer_norm_linear", "linear", "positions_of", "quantize", "rms_norm", "rope",
-    "swiglu",
+    "LinearState", "QuantizedQkv", "QuantizedTensor", "RMSNorm", "RefreshReport", "advance_scaling", "align_groups", "attention",
+    "convert", "cross_entropy", "dequantize", "gated_mlp", "grouped_linear", "layer_norm_linear", "linear", "positions_of",
+    "qkv_rope", "qkv_rope_quantize", "quantize", "quantize_many", "refresh_weights", "rms_norm", "rope", "swiglu",
 ]

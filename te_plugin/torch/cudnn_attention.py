@@ -27,12 +27,12 @@ class Uid(IntEnum):
 
     Q, K, V, OUT, STATS, DOUT, DQ, DK, DV, LENGTHS_Q, LENGTHS_KV = range(1, 12)
     # Element offsets of segments, in the order of segment_offsets.
-    OFFSETS_Q, OFFSETS_OUT, OFFSETS_STATS, OFFSETS_DOUT, OFFSETS_K, OFFSETS_V, OFFSETS_DKV = range(12, 19)
+    OFFSETS_Q, OFFSETS_OUT, OFFSETS_STATS, OFFSETS_K, OFFSETS_V = range(12, 17)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a graph depends on. Strides are (row, head) in elements; out, dq, dk and dv are contiguous."""
+    """What a graph depends on. q, k, v: their strides (row, head) in elements; every other tensor is contiguous."""
 
     device: int
     segments: int
@@ -47,15 +47,10 @@ class Shape:
     q: tuple[int, int]
     k: tuple[int, int]
     v: tuple[int, int]
-    dout: tuple[int, int] | None = None
 
     @property
     def out(self) -> tuple[int, int]:
         return self.heads * self.head_dim, self.head_dim
-
-    @property
-    def dkv(self) -> tuple[int, int]:
-        return self.kv_heads * self.head_dim, self.head_dim
 
 
 class _Handles(threading.local):
@@ -145,13 +140,13 @@ def _backward_candidate(shape: Shape, **limits):
     build = _Builder(shape)
     operands = build.operands()
     out = build.input(Uid.OUT, Uid.OFFSETS_OUT, shape.heads, shape.out)
-    dout = build.input(Uid.DOUT, Uid.OFFSETS_DOUT, shape.heads, shape.dout)
+    dout = build.input(Uid.DOUT, Uid.OFFSETS_OUT, shape.heads, shape.out)
     stats = build.graph.tensor(**build.stats_sizes, ragged_offset=build.offsets(Uid.OFFSETS_STATS),
                                data_type=build.cudnn.data_type.FLOAT, uid=int(Uid.STATS), name=Uid.STATS.name)
     dq, dk, dv = build.graph.sdpa_backward(*operands, out, dout, stats, **build.options, **limits)
-    build.output(dq, Uid.DQ, Uid.OFFSETS_OUT, shape.heads, shape.out)
-    for tensor, uid in ((dk, Uid.DK), (dv, Uid.DV)):
-        build.output(tensor, uid, Uid.OFFSETS_DKV, shape.kv_heads, shape.dkv, of_q=False)
+    build.output(dq, Uid.DQ, Uid.OFFSETS_Q, shape.heads, shape.q)
+    build.output(dk, Uid.DK, Uid.OFFSETS_K, shape.kv_heads, shape.k, of_q=False)
+    build.output(dv, Uid.DV, Uid.OFFSETS_V, shape.kv_heads, shape.v, of_q=False)
     return build.finish()
 
 
@@ -178,14 +173,12 @@ class _Segments:
     def make(cls, shape: Shape, cu_q, cu_kv, start_q, start_kv) -> _Segments:
         device = cu_q.device
         lengths = empty((2, shape.segments), torch.int32, device)
-        offsets = empty((7, shape.segments + 1), torch.int64, device)
+        offsets = empty((5, shape.segments + 1), torch.int64, device)
         valid = empty((1,), torch.int32, device)
-        dout = shape.dout or shape.out
         ffi.function("sm90", "segment_offsets")(
-            cu_q, start_q, cu_kv, start_kv, shape.rows_q, shape.rows_kv, (shape.q[0], shape.out[0], shape.heads, dout[0]),
-            (shape.k[0], shape.v[0], shape.dkv[0]), 1, lengths, offsets, valid)
-        names = (Uid.OFFSETS_Q, Uid.OFFSETS_OUT, Uid.OFFSETS_STATS, Uid.OFFSETS_DOUT, Uid.OFFSETS_K, Uid.OFFSETS_V,
-                 Uid.OFFSETS_DKV)
+            cu_q, start_q, cu_kv, start_kv, shape.rows_q, shape.rows_kv, (shape.q[0], shape.out[0], shape.heads),
+            (shape.k[0], shape.v[0]), 1, lengths, offsets, valid)
+        names = (Uid.OFFSETS_Q, Uid.OFFSETS_OUT, Uid.OFFSETS_STATS, Uid.OFFSETS_K, Uid.OFFSETS_V)
         pointers = {int(uid): row for uid, row in zip(names, offsets, strict=True)}
         pointers |= {int(Uid.LENGTHS_Q): lengths[0], int(Uid.LENGTHS_KV): lengths[1]}
         return cls(cu_q, cu_kv, start_q, start_kv, valid, pointers)
@@ -199,12 +192,11 @@ class _Segments:
             fill(x, self.cu_kv, self.start_kv, self.valid)
 
 
-def _shape(plan: Plan, q, k, v, dout=None) -> Shape:
+def _shape(plan: Plan, q, k, v) -> Shape:
     problem = plan.problem
     strides = lambda x: (x.stride(0), x.stride(1))  # noqa: E731
     return Shape(q.device.index, problem.segments, q.shape[0], k.shape[0], problem.heads, problem.kv_heads, problem.head_dim,
-                 q.dtype, problem.scale, problem.window[0], strides(q), strides(k), strides(v),
-                 None if dout is None else strides(dout))
+                 q.dtype, problem.scale, problem.window[0], strides(q), strides(k), strides(v))
 
 
 def _run(graph, tensors: dict[Uid, torch.Tensor], segments: _Segments, device: torch.device) -> None:
@@ -230,12 +222,16 @@ def forward(plan: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
 
 
 def backward(plan: Plan, dout, q, k, v, out, lse, cu_q, cu_k, start_q, start_k):
-    """dq, dk, dv in the inputs' dtype: the contract of the planned attention kernels."""
+    """dq, dk, dv in the inputs' dtype: the contract of the planned attention kernels.
+
+    Operands are made contiguous: cuDNN's backward writes dQ and dK at the offsets of Q and K, whatever offsets and strides the
+    graph gives them, which in a tensor of other strides puts every segment but the first into the wrong rows.
+    """
     device = q.device
     dq, dk, dv = (empty(x.shape, x.dtype, device) for x in (q, k, v))
     with torch.cuda.device(device):
-        q, k, v, dout = (addressable(x) for x in (q, k, v, dout))
-        shape = _shape(plan, q, k, v, dout)
+        q, k, v, dout = (addressable(x.contiguous()) for x in (q, k, v, dout))
+        shape = _shape(plan, q, k, v)
         segments = _Segments.make(shape, cu_q, cu_k, start_q, start_k)
         if shape.segments and q.numel() and k.numel():
             tensors = {Uid.Q: q, Uid.K: k, Uid.V: v, Uid.OUT: out, Uid.STATS: lse.T.contiguous(), Uid.DOUT: dout, Uid.DQ: dq,

@@ -139,6 +139,8 @@ def _flash_segments(plan: Plan, q, k, cu_q, cu_k, start_q, start_k) -> tuple[_Fl
 
 
 def _flash_forward(plan: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
+    if plan.problem.segments == 0:  # torch asks for one
+        return torch.zeros_like(q), q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32)
     at_q, at_k = _flash_segments(plan, q, k, cu_q, cu_k, start_q, start_k)
     left, right = _window(plan)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -149,6 +151,8 @@ def _flash_forward(plan: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
 
 
 def _flash_backward(plan: Plan, dout, q, k, v, out, lse, cu_q, cu_k, start_q, start_k):
+    if plan.problem.segments == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     at_q, at_k = _flash_segments(plan, q, k, cu_q, cu_k, start_q, start_k)
     left, right = _window(plan)
     empty = torch.zeros((), dtype=torch.int64, device=q.device)

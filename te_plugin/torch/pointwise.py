@@ -159,7 +159,7 @@ def swiglu(x: torch.Tensor, *, kernel: str = "auto", fallback: str = "error") ->
 
 # Rotary embedding ----------------------------------------------------------------------------------------------------------
 
-def _rope(x, positions, inv_freq, options):
+def rope_impl(x, positions, inv_freq, options):
     o = PointwiseOptions.from_key(options)
     chosen = _plan(RopeProblem, tuple(x.shape), dtype_name(x), x.device, options)
     if _composite(chosen, "backward" if o.inverse else "forward"):
@@ -172,7 +172,7 @@ def _rope(x, positions, inv_freq, options):
     return y
 
 
-define("rope(Tensor x, Tensor positions, Tensor inv_freq, str options) -> Tensor", _rope,
+define("rope(Tensor x, Tensor positions, Tensor inv_freq, str options) -> Tensor", rope_impl,
        lambda x, positions, inv_freq, options: x.new_empty(x.shape))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
@@ -78,13 +79,13 @@ def _specs(rows: int, columns: int, o: QuantizeOptions):
     return *made, *turned, ((2,), torch.float32)
 
 
-def _allocated(specs, device):
+def allocated(specs, device):
     return [spec and torch.empty(*spec[0], dtype=spec[1], device=device) for spec in specs]  # as `empty` does
 
 
 def outputs_of(rows: int, columns: int, device, o: QuantizeOptions):
     """Room for data, scale_inv, data_t, scale_inv_t, stats of a quantised [rows, columns]; None for copies not asked for."""
-    return _allocated(_specs(rows, columns, o), device)
+    return allocated(_specs(rows, columns, o), device)
 
 
 def as_op(outputs):
@@ -108,15 +109,18 @@ def _prepared(rows, columns, dtype, device, key):
     return _plan(rows, columns, dtype, device, key), _stage(o), _specs(rows, columns, o)
 
 
-def quantize_impl(x, scale, options: str):
-    """x[R,C] (rows may be strided) -> data, scale_inv, data_t, scale_inv_t, stats; None for transposed copies not asked for."""
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """x[R,C] as the kernels read it: a copy where columns are apart, or rows share memory (the gradient of a sum over rows)."""
     rows, columns = x.shape
     row, column = x.stride()
-    if (column != 1 and columns != 1) or (row < columns and rows > 1):
-        x = x.contiguous()  # columns apart, or rows that share memory (the gradient of a sum over rows)
-    device = x.device
-    chosen, stage, specs = _prepared(rows, columns, dtype_name(x), device, options)
-    outputs = _allocated(specs, device)
+    return x.contiguous() if (column != 1 and columns != 1) or (row < columns and rows > 1) else x
+
+
+def quantize_impl(x, scale, options: str):
+    """x[R,C] (rows may be strided) -> data, scale_inv, data_t, scale_inv_t, stats; None for transposed copies not asked for."""
+    x, device = readable(x), x.device
+    chosen, stage, specs = _prepared(*x.shape, dtype_name(x), device, options)
+    outputs = allocated(specs, device)
     _fill(chosen, stage, x, scale, outputs)
     return outputs
 
@@ -150,7 +154,7 @@ def _quantize_used(x, used, options: str):
     if "used" not in chosen.kernel.entry_points:
         inside = torch.arange(x.shape[0], device=x.device) < used
         return quantize_impl(torch.where(inside[:, None], x, 0), None, options)
-    outputs = _allocated(specs, x.device)
+    outputs = allocated(specs, x.device)
     data, scale_inv, data_t, scale_inv_t, stats = outputs
     if stage == "transpose":
         launch(chosen, "used_transpose", x, used, data, scale_inv, data_t, scale_inv_t, stats, *chosen.attributes)
@@ -207,20 +211,25 @@ def as_tensor(outputs, granularity: str, format: str, transpose: bool) -> Quanti
     return QuantizedTensor(data, scale_inv, granularity, format, stats, data_t, scale_inv_t)
 
 
-def _expert_outputs(weight, o: QuantizeOptions):
-    experts, n, k = weight.shape
+def _expert_specs(experts: int, n: int, k: int, o: QuantizeOptions):
+    """_specs for experts' weights [E,N,K], each with scales of its own."""
     fp8, scale_dtype = TORCH_DTYPE[o.format], torch.uint8 if o.granularity == "mx" else torch.float32
     shape = lambda r, c: (experts,) if o.granularity == "tensor" else (experts, *scale_shape(r, c, o.granularity))  # noqa: E731
     made = ((experts, n, k), fp8), (shape(n, k), scale_dtype)
     turned = (((experts, k, n), fp8), (shape(k, n), scale_dtype)) if o.transpose else (None, None)
-    return _allocated((*made, *turned, ((2,), torch.float32)), weight.device)
+    return *made, *turned, ((2,), torch.float32)
+
+
+def specs_of(shape, o: QuantizeOptions):
+    """Shape and dtype of data, scale_inv, data_t, scale_inv_t, stats of a quantised matrix [R,C] or experts' weights [E,N,K]."""
+    return _specs(*shape, o) if len(shape) == 2 else _expert_specs(*shape, o)
 
 
 def _experts_one_by_one(weight, o: QuantizeOptions, key: str):
     """Every expert is read once and both its copies written: best where one of them fills the GPU."""
     experts, n, k = weight.shape
     chosen, stage, _ = _prepared(n, k, dtype_name(weight), weight.device, key)
-    data, scale_inv, data_t, scale_inv_t, _ = _expert_outputs(weight, o)
+    data, scale_inv, data_t, scale_inv_t, _ = allocated(specs_of(weight.shape, o), weight.device)
     stats = empty((experts, 2), torch.float32, weight.device)
     of = lambda scales, e: scales[e:e + 1] if o.granularity == "tensor" else scales[e]  # noqa: E731
     for e in range(experts):
@@ -260,7 +269,7 @@ def _quantize_experts(weight, options: str):
 
 define("quantize_experts(Tensor weight, str options) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
        lambda weight, options: as_op(_quantize_experts(weight, options)),
-       lambda weight, options: as_op(_expert_outputs(weight, QuantizeOptions.from_key(options))))
+       lambda weight, options: as_op(allocated(specs_of(weight.shape, QuantizeOptions.from_key(options)), weight.device)))
 
 
 def quantize_experts(weight: torch.Tensor, options: QuantizeOptions) -> QuantizedTensor:
@@ -309,7 +318,7 @@ def quantize(
         QuantizeProblem(1, 1, "fp32", dtype, granularity)  # its ValueError names the wrong one
     pow2_scale = bool(pow2_scale) and amax is None
     options = options_of(QuantizeOptions, dtype, granularity, pow2_scale, bool(transpose), amax is not None, kernel, fallback)
-    made = quantize_2d(x.detach().reshape(-1, x.shape[-1]), options, scale)
+    made = quantize_2d(x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1]), options, scale)
     made.shape = x.shape
     return made
 

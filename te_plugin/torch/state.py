@@ -136,6 +136,8 @@ class LinearState(nn.Module):
         self._advanced_for: tuple | None = None
         self._explicit_steps = False
         self._uncalibrated = set(DelayedScaling.OPERANDS) if kind.delayed else set()
+        # Whether the last training forward needed the transposed weight; None before the first one.
+        self.keeps_transpose: bool | None = None
         self.weight_casts = 0
         self.last_stats: dict[str, torch.Tensor] = {}
 
@@ -144,7 +146,7 @@ class LinearState(nn.Module):
 
     def new_step(self) -> None:
         """The weight may have changed: quantise it again at its next use, and end the step of delayed scaling there."""
-        self._cached = self._cached_for = None
+        self.drop_weight()
         if self._advanced_for is not None:
             self._advanced_for = ()
 
@@ -206,16 +208,31 @@ class LinearState(nn.Module):
         if not self.weight_cache or torch.compiler.is_compiling():
             self._count()
             return self.quantize(weight.detach(), "weight", transpose, record)
-        identity = _identity(weight)
-        cached = self._cached
-        if cached is None or self._cached_for != identity or (transpose and cached.data_t is None):
-            self._count()
-            cached = self.quantize(weight.detach(), "weight", transpose, record)
-            self._cached, self._cached_for, self._cached_is_noted = cached, identity, record
-        elif record and not self._cached_is_noted:  # an evaluation made it
-            self.note("weight", cached, True)
+        if record:
+            self.keeps_transpose = transpose
+        if self._lacks(weight, transpose):
+            self.keep_weight(weight, self.quantize(weight.detach(), "weight", transpose, record), record)
+        elif record and not self._cached_is_noted:  # an evaluation made it, or refresh_weights
+            self.note("weight", self._cached, True)
             self._cached_is_noted = True
-        return cached
+        return self._cached
+
+    def is_stale(self, weight: torch.Tensor) -> bool:
+        """Whether the next training forward would quantise the weight, as far as the last one tells."""
+        return self._lacks(weight, bool(self.keeps_transpose))
+
+    def _lacks(self, weight: torch.Tensor, transpose: bool) -> bool:
+        cached = self._cached
+        return cached is None or self._cached_for != _identity(weight) or (transpose and cached.data_t is None)
+
+    def keep_weight(self, weight: torch.Tensor, made: QuantizedTensor, noted: bool = False) -> None:
+        """Cache a weight that was just quantised. noted: its amax is in the history already; else its first use puts it there."""
+        self._count()
+        self._cached, self._cached_for, self._cached_is_noted = made, _identity(weight), noted
+
+    def drop_weight(self) -> None:
+        """Forget the quantised weight."""
+        self._cached = self._cached_for = None
 
     def _count(self) -> None:
         if not torch.compiler.is_compiling():

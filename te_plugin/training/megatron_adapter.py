@@ -85,10 +85,13 @@ def bf16_evaluation(model: nn.Module):
 
 
 def _begin_step(model: nn.Module) -> None:
-    """First microbatch: FP8 weights are quantised anew."""
+    """First microbatch: FP8 weights are quantised anew, all together where they can be (see refresh_weights)."""
+    from te_plugin.torch import refresh_weights
+
     for module in model.modules():
         if hasattr(module, "is_first_microbatch"):
             module.is_first_microbatch = True
+    refresh_weights(model)
 
 
 def _end_step(model: nn.Module, world: World) -> None:

@@ -68,6 +68,21 @@ def test_under_sequence_parallelism_tokens_are_gathered_between_norm_and_quantis
     assert "linear_qkv.norm_quantize_x" not in labels
 
 
+@pytest.mark.parametrize("overrides,count", [
+    ([], 4), (["precision.bf16_layers_at_start=1"], 3), (["moe=tiny"], 4), (["precision=bf16"], None),
+    (["precision.weight_cache=none"], None), (["parallel=fsdp2", "precision.keep_transpose=false"], None),
+])  # fmt: skip
+def test_the_weights_of_all_layers_are_planned_together_where_a_run_does_so(overrides, count):
+    problems = dict(problems_of(compose([TINY, *overrides], for_run=False)))
+    if count is None:
+        assert "weights.quantize" not in problems
+        return
+    shapes = problems["weights.quantize"].shapes
+    dense = {(problem.rows, problem.columns) for label, problem in problems.items() if label.endswith("quantize_w")}
+    assert {n for *_, n in shapes} == ({count, 4 * count} if "moe=tiny" in overrides else {count})
+    assert "moe=tiny" in overrides or {shape[:2] for shape in shapes} == dense
+
+
 def test_a_kernel_asked_for_by_name_explains_the_others_too(explain):
     code, out, _ = explain(TINY, "run.device=cpu", "attention.kernel=composite")
     assert code == 0 and "cpu: kernel=composite was asked for" in out

@@ -1,6 +1,7 @@
 """RMSNorm, SwiGLU, RoPE and cross-entropy references against torch autograd in float64."""
 
 import numpy as np
+import pytest
 import torch
 
 from te_plugin import oracle
@@ -60,6 +61,20 @@ def test_rope_scores_depend_on_distance_only(rng):
     q, k = rng.standard_normal((1, 1, 64)), rng.standard_normal((1, 1, 64))
     score = [float((oracle.rope(q, [a], inv_freq) * oracle.rope(k, [b], inv_freq)).sum()) for a, b in ((9, 4), (105, 100))]
     np.testing.assert_allclose(score[0], score[1], rtol=1e-5)
+
+
+def test_qkv_layouts_and_gradient(rng):
+    assert oracle.qkv_heads(4, 2, "split") == ([0, 1, 2, 3], [4, 5], [6, 7])
+    assert oracle.qkv_heads(4, 2, "grouped") == ([0, 1, 4, 5], [2, 6], [3, 7])
+    with pytest.raises(ValueError, match="not one of split, grouped"):
+        oracle.qkv_heads(4, 2, "mixed")
+    positions, inv_freq = np.array([3, 0, 7]), oracle.rope_inv_freq(8)
+    for layout in ("split", "grouped"):
+        x, dy = rng.standard_normal((3, 64)), [rng.standard_normal((3, h, 8)) for h in (4, 2, 2)]
+        y = oracle.qkv_rope(x, positions, inv_freq, 4, 2, layout)
+        # The map is linear, so its gradient is its transpose: <dy, f(x)> = <f'(dy), x>.
+        gradient = oracle.qkv_rope_backward(*dy, positions, inv_freq, layout)
+        np.testing.assert_allclose(sum((a * b).sum() for a, b in zip(dy, y, strict=True)), (gradient * x).sum(), rtol=1e-12)
 
 
 def test_llama31_frequencies_equal_transformers():

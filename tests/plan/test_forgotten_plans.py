@@ -10,10 +10,13 @@ from te_plugin.torch.fused_quantize import fused_options, norm_quantize, swiglu_
 from te_plugin.torch.quantize import QuantizeOptions
 
 X = torch.randn(16, 32)
+POSITIONS = torch.arange(16, dtype=torch.int32)
 CU = torch.tensor([0, 16], dtype=torch.int32)
 CALLS = {
     "attention": lambda: tp.attention(*[X.view(16, 2, 16)] * 3, cu_seqlens_q=CU),
     "norm": lambda: tp.rms_norm(X, torch.ones(32)),
+    "qkv_rope": lambda: tp.qkv_rope(X, POSITIONS, heads=2, kv_heads=1, inv_freq=torch.ones(4)),
+    "qkv_rope_quantize": lambda: tp.qkv_rope_quantize(X, POSITIONS, heads=2, kv_heads=1, inv_freq=torch.ones(4)),
     "quantize": lambda: tp.quantize(X),
     "grouped_gemm": lambda: tp.grouped_linear(X, torch.randn(1, 32, 32), torch.tensor([16]), "fp32"),
     "norm_quantize": lambda: norm_quantize(X, torch.ones(32), fused_options(QuantizeOptions())),

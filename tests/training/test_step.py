@@ -151,6 +151,30 @@ def test_fused_norms_and_activations_change_no_bit_of_a_run(small, tmp_path, pre
     assert ran[0] - ran[1] == {"norm_quantize", "activation_quantize"}
 
 
+@pytest.mark.parametrize("overrides", [("precision=fp8_current",), ("precision=fp8_delayed",), ("precision=fp8_block",),
+                                       ("precision=fp8_current", "moe=tiny")], ids=" ".join)  # fmt: skip
+def test_weights_quantised_together_change_no_bit_of_a_run(small, tmp_path, monkeypatch, overrides):
+    """kernels.json shows one call a step after the first, whatever the number of layers, and no cast more than without it."""
+    wide = ["model.hidden_size=128", "model.num_heads=4", "model.num_kv_heads=4", "model.ffn_hidden_size=256",
+            "schedule.stop_after_steps=4", *overrides]  # fmt: skip
+    train(small(*wide, "model.num_layers=3"), tmp_path / "deeper")
+    train(small(*wide), tmp_path / "together")
+    monkeypatch.setattr("te_plugin.torch.refresh_weights", lambda model: None)
+    train(small(*wide), tmp_path / "lazily")
+    together, lazily = (
+        [{k: v for k, v in row.items() if "perf/" not in k} for row in read_metrics(tmp_path / name)]
+        for name in ("together", "lazily")
+    )
+    assert len(together) == 4 and together == lazily
+
+    def launches_of(name: str, op: str) -> list[int]:
+        rows = json.loads((tmp_path / name / "kernels.json").read_text())
+        return sorted(sum(row["launches"].values()) for row in rows if row["op"] == op)
+
+    assert [launches_of(name, "quantize_many") for name in ("together", "deeper", "lazily")] == [[3], [3], []]
+    assert launches_of("together", "quantize") == launches_of("lazily", "quantize")  # on the CPU each is still a launch
+
+
 def test_a_run_resumes_in_the_other_form(small, tmp_path):
     """Checkpoints hold the norms under their own names whether a layer holds them or not."""
     base = ["precision=fp8_delayed", "precision.amax_history_len=4", "schedule.stop_after_steps=8"]

@@ -16,10 +16,14 @@ CPU = register(Kernel(name="cpu", op="rope", supports=_cpu_supports, library="cp
                       entry_points={"forward": "rope", "backward": "rope"}))
 
 
+SM90_MAX_HEAD_DIM = 2048  # the angles of a token lie in shared memory
+
+
 def _sm90_supports(problem: RopeProblem, target: Target) -> Supported | Unsupported:
     reason = first_reason(
         wrong_arch(target, "sm90"),
         wrong_dtype(problem.dtype, *FLOAT_DTYPES),
+        f"takes head_dim up to {SM90_MAX_HEAD_DIM}, not {problem.head_dim}" if problem.head_dim > SM90_MAX_HEAD_DIM else None,
     )
     return Unsupported(reason) if reason else Supported()
 

@@ -1,0 +1,1 @@
+from te_plugin.ops.qkv_rope import kernels  # noqa: F401  (registers them)
