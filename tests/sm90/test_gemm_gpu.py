@@ -130,10 +130,17 @@ def test_grouped_rows(kind, sizes, dtype):
         assert not c[starts[-1] :].any()
 
 
-@pytest.mark.parametrize("sizes", SPLITS + [[128, 0, 384], [5, 300, 1000, 0, 30]], ids=str)
+WGRAD_SPLITS = SPLITS + [[128, 0, 384], [5, 300, 1000, 0, 30]]
+
+
+@pytest.mark.parametrize(
+    "n,k,sizes",
+    [(136, 264, s) for s in [*WGRAD_SPLITS, [3] * 150]] + [(1100, 1544, s) for s in WGRAD_SPLITS if len(s) < 10],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", ["bf16", "tensor", "row", "block_ab"])
-def test_grouped_wgrad(kind, sizes):
-    groups, n, k = len(sizes), 136, 264
+def test_grouped_wgrad(kind, n, k, sizes):
+    groups = len(sizes)
     m = -(-(sum(sizes) + 9) // 16) * 16
     dy, x = rough(m, n, 8), rough(m, k, 9)
     starts = np.cumsum([0, *sizes])
@@ -164,6 +171,70 @@ def test_grouped_wgrad(kind, sizes):
             if sizes[e] == 0:
                 assert (got[e] == 2.0 * accumulate).all()
         assert reference.relative_error(got, want + 2.0 * accumulate) < SUM_BOUND
+
+
+def random_operand(kind, rows, cols, generator):
+    """Finite FP8 codes with scales of their kind (bf16: values and no scale), for results that are compared bit by bit."""
+    if kind == "bf16":
+        return (torch.randn(rows, cols, generator=generator, device="cuda").bfloat16(),)
+    codes = torch.randint(0, 0x70, (rows, cols), generator=generator, device="cuda", dtype=torch.uint8)
+    codes += 0x80 * torch.randint(0, 2, (rows, cols), generator=generator, device="cuda", dtype=torch.uint8)
+    shape = reference.scale_shape(KINDS[kind][1], rows, cols)
+    return codes, torch.rand(shape, generator=generator, device="cuda") + 0.5
+
+
+def assert_same_bits_by_either_store(call, start):
+    """call(c, accumulate), twice by the copy engine and once by the warps: they take a c that does not start on 16 bytes."""
+    off = torch.empty(start.numel() + 1, device="cuda")[1:].view(start.shape)
+    for accumulate in (0, 1):
+        results = [start.clone(), start.clone(), off.copy_(start)]
+        for c in results:
+            call(c, accumulate)
+        assert torch.isfinite(results[0]).all()
+        first, *others = (c.view(torch.int32) for c in results)
+        assert all(torch.equal(first, other) for other in others), f"accumulate {accumulate}"
+
+
+# m, n: part of a tile; tails of rows and columns; more tiles than blocks; rows that are not multiples of 16 bytes (warps only).
+RESULTS = [(40, 24), (257, 516), (2568, 1144), (130, 131)]
+
+
+@pytest.mark.parametrize("sizes", [[100, 0, 300, 7], [0, 640, 1, 127, 128, 33, 900, 0], [3] * 150], ids=str)
+@pytest.mark.parametrize("m,n", RESULTS)
+@pytest.mark.parametrize("kind", ["bf16", "tensor", "row", "block_ab"])
+def test_grouped_wgrad_gets_the_same_bits_by_either_store(kind, m, n, sizes):
+    if kind == "bf16":
+        m, n = m // 8 * 8, n // 8 * 8  # rows of its operands are multiples of 16 bytes
+    tokens = -(-(sum(sizes) + 9) // 16) * 16
+    generator = torch.Generator("cuda").manual_seed(1)
+    start = torch.randn(len(sizes), m, n, generator=generator, device="cuda")
+    device_sizes = torch.tensor(sizes, device="cuda")
+    shapes = [(tokens, m), (tokens, n)] if kind == "bf16" else [(m, tokens), (n, tokens)]
+    (a, *scale_a), (b, *scale_b) = (random_operand(kind, *shape, generator) for shape in shapes)
+
+    def call(c, accumulate):
+        if kind == "bf16":
+            gpu.call("grouped_gemm_wgrad", a, b, device_sizes, c, accumulate)
+        else:
+            gpu.call("grouped_gemm_fp8_wgrad", a, b, *scale_a, *scale_b, device_sizes, c, 0, 0, KINDS[kind][0], accumulate)
+
+    assert_same_bits_by_either_store(call, start)
+
+
+@pytest.mark.parametrize("m,n", [*RESULTS, (4500, 1144)])  # the last: 256-row tiles
+@pytest.mark.parametrize("kind", ["bf16", "tensor", "row", "block_ab"])
+def test_dense_fp32_gets_the_same_bits_by_either_store(kind, m, n):
+    generator = torch.Generator("cuda").manual_seed(1)
+    start = torch.randn(m, n, generator=generator, device="cuda")
+    (a, *scale_a), (b, *scale_b) = (random_operand(kind, rows, 400, generator) for rows in (m, n))
+
+    def call(c, accumulate):
+        if kind == "bf16":
+            gpu.call("gemm_bf16", a, b, c, accumulate)
+        else:
+            gpu.call("gemm_fp8", a, b, *scale_a, *scale_b, c, 0, 0, KINDS[kind][0], accumulate)
+
+    assert_same_bits_by_either_store(call, start)
 
 
 def test_wrong_group_sizes_stay_inside_the_tensors():
