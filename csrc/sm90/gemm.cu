@@ -9,32 +9,23 @@
 
 namespace te {
 
-using RunGemm = cudaError_t(const Context&, const GemmMaps&, const GemmArgs&, int waves, int64_t most_tiles);
-
-#define TE_GEMM_DECLARE(ops, mode, scaling, store) \
-  template <>                                      \
-  RunGemm run_gemm<Operands::ops, Mode::mode, Scaling::scaling, Store::store>;
-TE_GEMM_DECLARE(e4m3_e4m3, dense, block_b, warps)
-TE_GEMM_DECLARE(e4m3_e4m3, dense, block_ab, warps)
-TE_GEMM_DECLARE(e4m3_e4m3, dense, epilogue, warps)
-TE_GEMM_DECLARE(e5m2_e4m3, dense, epilogue, warps)
-TE_GEMM_DECLARE(bf16, dense, epilogue, warps)
-TE_GEMM_DECLARE(e4m3_e4m3, ragged_m, epilogue, warps)
-TE_GEMM_DECLARE(e5m2_e4m3, ragged_m, epilogue, warps)
-TE_GEMM_DECLARE(bf16, ragged_m, epilogue, warps)
-TE_GEMM_DECLARE(e4m3_e4m3, ragged_m, block_b, warps)
-TE_GEMM_DECLARE(e4m3_e4m3, ragged_k, epilogue, warps)
-TE_GEMM_DECLARE(e5m2_e4m3, ragged_k, epilogue, warps)
-TE_GEMM_DECLARE(bf16_mn, ragged_k, epilogue, warps)
-TE_GEMM_DECLARE(e4m3_e4m3, ragged_k, block_ab, warps)
-TE_GEMM_DECLARE(e4m3_e4m3, dense, block_ab, copy_engine)
-TE_GEMM_DECLARE(e4m3_e4m3, dense, epilogue, copy_engine)
-TE_GEMM_DECLARE(e5m2_e4m3, dense, epilogue, copy_engine)
-TE_GEMM_DECLARE(bf16, dense, epilogue, copy_engine)
-TE_GEMM_DECLARE(e4m3_e4m3, ragged_k, epilogue, copy_engine)
-TE_GEMM_DECLARE(e5m2_e4m3, ragged_k, epilogue, copy_engine)
-TE_GEMM_DECLARE(bf16_mn, ragged_k, epilogue, copy_engine)
-TE_GEMM_DECLARE(e4m3_e4m3, ragged_k, block_ab, copy_engine)
+#define TE_GEMM_DECLARE(ops, mode, scaling)                                                                                       \
+  template <>                                                                                                                    \
+  cudaError_t run_gemm<Operands::ops, Mode::mode, Scaling::scaling>(const Context&, const CUtensorMap&, const CUtensorMap&,      \
+                                                                    const GemmArgs&, int, int64_t);
+TE_GEMM_DECLARE(e4m3_e4m3, dense, block_b)
+TE_GEMM_DECLARE(e4m3_e4m3, dense, block_ab)
+TE_GEMM_DECLARE(e4m3_e4m3, dense, epilogue)
+TE_GEMM_DECLARE(e5m2_e4m3, dense, epilogue)
+TE_GEMM_DECLARE(bf16, dense, epilogue)
+TE_GEMM_DECLARE(e4m3_e4m3, ragged_m, epilogue)
+TE_GEMM_DECLARE(e5m2_e4m3, ragged_m, epilogue)
+TE_GEMM_DECLARE(bf16, ragged_m, epilogue)
+TE_GEMM_DECLARE(e4m3_e4m3, ragged_m, block_b)
+TE_GEMM_DECLARE(e4m3_e4m3, ragged_k, epilogue)
+TE_GEMM_DECLARE(e5m2_e4m3, ragged_k, epilogue)
+TE_GEMM_DECLARE(bf16_mn, ragged_k, epilogue)
+TE_GEMM_DECLARE(e4m3_e4m3, ragged_k, block_ab)
 
 namespace {
 
@@ -102,35 +93,6 @@ int choose_waves(const Launch& l, const Problem& p) {
   return ceil_div(p.M, 256) * pairs * groups >= l.sms / kCluster ? 2 : 1;
 }
 
-template <Operands OPS, Mode MODE, Scaling SCALING>
-RunGemm* with_store(Store store) {
-  return store == Store::copy_engine ? run_gemm<OPS, MODE, SCALING, Store::copy_engine> : run_gemm<OPS, MODE, SCALING, Store::warps>;
-}
-
-RunGemm* choose_kernel(const Problem& p, Store store) {
-  using O = Operands;
-  using S = Scaling;
-  const bool e5m2 = p.format_a == kE5M2, block_ab = p.scale_kind == kBlockA_BlockA;
-  switch (p.mode) {
-    case Mode::dense:
-      if (!p.fp8) return with_store<O::bf16, Mode::dense, S::epilogue>(store);
-      if (p.scale_kind == kBlockA_BlockB) return run_gemm<O::e4m3_e4m3, Mode::dense, S::block_b, Store::warps>;
-      if (block_ab) return with_store<O::e4m3_e4m3, Mode::dense, S::block_ab>(store);
-      if (e5m2) return with_store<O::e5m2_e4m3, Mode::dense, S::epilogue>(store);
-      return with_store<O::e4m3_e4m3, Mode::dense, S::epilogue>(store);
-    case Mode::ragged_m:
-      if (!p.fp8) return run_gemm<O::bf16, Mode::ragged_m, S::epilogue, Store::warps>;
-      if (p.scale_kind == kBlockA_BlockB) return run_gemm<O::e4m3_e4m3, Mode::ragged_m, S::block_b, Store::warps>;
-      if (e5m2) return run_gemm<O::e5m2_e4m3, Mode::ragged_m, S::epilogue, Store::warps>;
-      return run_gemm<O::e4m3_e4m3, Mode::ragged_m, S::epilogue, Store::warps>;
-    default:
-      if (!p.fp8) return with_store<O::bf16_mn, Mode::ragged_k, S::epilogue>(store);
-      if (block_ab) return with_store<O::e4m3_e4m3, Mode::ragged_k, S::block_ab>(store);
-      if (e5m2) return with_store<O::e5m2_e4m3, Mode::ragged_k, S::epilogue>(store);
-      return with_store<O::e4m3_e4m3, Mode::ragged_k, S::epilogue>(store);
-  }
-}
-
 void run(const Launch& l, const Problem& p, const TensorView& a, const TensorView& b, const TensorView* scale_a, const TensorView* scale_b,
          const TensorView* sizes, const TensorView& c, bool accumulate, int64_t tile_rows = 0) {
   check_same_device(b, a, "b");
@@ -172,18 +134,36 @@ void run(const Launch& l, const Problem& p, const TensorView& a, const TensorVie
   const int element = p.fp8 ? 1 : 2;
   const bool mn = !p.fp8 && p.mode == Mode::ragged_k;
   const int64_t rows_b = p.mode == Mode::ragged_m ? p.groups * p.N : p.N;
-  // Weight gradients in FP32, mostly; block_b has no wgrad, and a group of ragged_m may end inside a box.
-  const Store store = g.c_fp32 && g.vector_c && p.mode != Mode::ragged_m && p.scale_kind != kBlockA_BlockB ? Store::copy_engine : Store::warps;
-  GemmMaps maps{};
-  maps.a = mn ? operand_map(pointer<void>(a), p.K, p.M, 64, element, "a") : operand_map(pointer<void>(a), p.M, p.K, bm / kCluster, element, "a");
-  maps.b = mn ? operand_map(pointer<void>(b), p.K, p.N, 64, element, "b") : operand_map(pointer<void>(b), rows_b, p.K, kBlockN, element, "b");
-  if (store == Store::copy_engine) maps.c = result_map(g.c, p.groups, p.M, p.N, 16, "c");
+  const CUtensorMap map_a = mn ? operand_map(pointer<void>(a), p.K, p.M, 64, element, "a") : operand_map(pointer<void>(a), p.M, p.K, bm / kCluster, element, "a");
+  const CUtensorMap map_b = mn ? operand_map(pointer<void>(b), p.K, p.N, 64, element, "b") : operand_map(pointer<void>(b), rows_b, p.K, kBlockN, element, "b");
   const int64_t pairs = ceil_div(p.N, kBlockN * kCluster);
   const int64_t row_tiles = ceil_div(p.M, bm) + (p.mode == Mode::ragged_m ? p.groups + 1 : 0);  // each group may end inside a tile
   const int64_t tiles = row_tiles * pairs * (p.mode == Mode::ragged_k ? p.groups : 1);
   TE_CHECK(tiles < kLimit, "problem too large: " << tiles << " tiles");
-  const cudaError_t status = choose_kernel(p, store)(l, maps, g, waves, tiles);
-  if (status != cudaSuccess) TVM_FFI_THROW(RuntimeError) << "gemm did not launch: " << cudaGetErrorString(status);
+  const bool e5m2 = p.format_a == kE5M2;
+  auto call = [&](auto kernel) {
+    const cudaError_t status = kernel(l, map_a, map_b, g, waves, tiles);
+    if (status != cudaSuccess) TVM_FFI_THROW(RuntimeError) << "gemm did not launch: " << cudaGetErrorString(status);
+  };
+  using O = Operands;
+  using S = Scaling;
+  if (p.mode == Mode::dense) {
+    if (!p.fp8) call(run_gemm<O::bf16, Mode::dense, S::epilogue>);
+    else if (p.scale_kind == kBlockA_BlockB) call(run_gemm<O::e4m3_e4m3, Mode::dense, S::block_b>);
+    else if (p.scale_kind == kBlockA_BlockA) call(run_gemm<O::e4m3_e4m3, Mode::dense, S::block_ab>);
+    else if (e5m2) call(run_gemm<O::e5m2_e4m3, Mode::dense, S::epilogue>);
+    else call(run_gemm<O::e4m3_e4m3, Mode::dense, S::epilogue>);
+  } else if (p.mode == Mode::ragged_m) {
+    if (!p.fp8) call(run_gemm<O::bf16, Mode::ragged_m, S::epilogue>);
+    else if (p.scale_kind == kBlockA_BlockB) call(run_gemm<O::e4m3_e4m3, Mode::ragged_m, S::block_b>);
+    else if (e5m2) call(run_gemm<O::e5m2_e4m3, Mode::ragged_m, S::epilogue>);
+    else call(run_gemm<O::e4m3_e4m3, Mode::ragged_m, S::epilogue>);
+  } else {
+    if (!p.fp8) call(run_gemm<O::bf16_mn, Mode::ragged_k, S::epilogue>);
+    else if (p.scale_kind == kBlockA_BlockA) call(run_gemm<O::e4m3_e4m3, Mode::ragged_k, S::block_ab>);
+    else if (e5m2) call(run_gemm<O::e5m2_e4m3, Mode::ragged_k, S::epilogue>);
+    else call(run_gemm<O::e4m3_e4m3, Mode::ragged_k, S::epilogue>);
+  }
 }
 
 void check_k(int64_t k, int64_t multiple, const char* what) {

@@ -6,8 +6,7 @@
 // BF16 values) of A and B.
 //
 // FP8 sums stay in the tensor cores for 128 values of K only (they keep about 14 bits there), then join FP32 registers, where
-// block scales are applied. A finished wave is written to C while the products of the next one run, of the next tile too; FP32 results
-// (weight gradients) through shared memory and the copy engine, which has the K loop of the next tile to add them to memory.
+// block scales are applied. A finished wave is written to C while the products of the next one run, of the next tile too.
 //
 // Modes. kDense. kRaggedM: rows of A and C are in E groups given by device sizes, B is [E, N, K]; rows past the last group become 0.
 // kRaggedK: K (tokens) is in groups, C is [E, M, N]; stages begin at multiples of 128 bytes of K whatever the group, so scale blocks
@@ -21,20 +20,18 @@
 
 namespace te {
 
-template <Operands OPS, Mode MODE, Scaling SCALING, Store STORE, int WAVES>
+template <Operands OPS, Mode MODE, Scaling SCALING, int WAVES>
 struct GemmShape {
   static constexpr bool kFp8 = OPS == Operands::e4m3_e4m3 || OPS == Operands::e5m2_e4m3;
   static constexpr bool kMn = OPS == Operands::bf16_mn;
   static constexpr int kBlockM = 128 * WAVES;
   static constexpr int kBlockK = kFp8 ? 128 : 64;
-  static constexpr bool kCopyEngine = STORE == Store::copy_engine;
+  static constexpr int kStages = WAVES == 2 ? 4 : 6;
   static constexpr int kBytesA = kBlockM * kStageBytesK, kBytesB = kBlockN * kStageBytesK;
-  // The copy engine takes whole waves, 64 KB of both warpgroups. Stages make room for them: two or three loaded ahead feed the products.
-  static constexpr int kStages = kCopyEngine ? (WAVES == 2 ? 3 : 4) : (WAVES == 2 ? 4 : 6);
-  static constexpr int kWarpStaging = (kCopyEngine ? 4 : 1) * kPartBytes, kStaging = 8 * kWarpStaging;
+  static constexpr int kStaging = 8 * 2048;  // epilogue, 2 KB a warp
   static constexpr int kScales = kChunks * ScaleChunk<SCALING, kBlockM>::kFloats;
   static constexpr int kBarriers = 2 * kStages + 2 * kChunks;
-  static constexpr int kGroupInts = MODE == Mode::dense ? 0 : kMaxGroups + 2 + (MODE == Mode::ragged_m ? kMaxGroups + 2 : kMaxGroups / 2);
+  static constexpr int kGroupInts = MODE == Mode::dense ? 0 : (kMaxGroups + 2) * (MODE == Mode::ragged_m ? 2 : 1);
   static constexpr int kSmem = kStages * (kBytesA + kBytesB) + kStaging + kScales * 4 + kBarriers * 8 + kGroupInts * 4;
   static_assert(kSmem <= 232448, "more shared memory than a block can have");
 };
@@ -74,12 +71,11 @@ __device__ __forceinline__ void mask_tile(uint8_t* tile, int rows, int low, int 
   }
 }
 
-// ragged_k: zeroes the values of stage k, the first or last of a tile, that belong to another group, in both operands. Called by both
-// computing warpgroups.
+// ragged_k: zeroes the values of stage k that belong to another group, in both operands. Called by both computing warpgroups.
 template <Mode MODE, int BK, int BM, bool MN, int UNIT>
-__device__ __forceinline__ void mask_stage(uint8_t* a, uint8_t* b, const int* starts, int group, int k) {
+__device__ __forceinline__ void mask_stage(uint8_t* a, uint8_t* b, const Tile& t, int k) {
   if constexpr (MODE == Mode::ragged_k) {
-    const int low = max(starts[group] - k * BK, 0), high = min(starts[group + 1] - k * BK, BK);
+    const int low = max(t.first - k * BK, 0), high = min(t.last - k * BK, BK);
     if (low > 0 || high < BK) {  // the same in every thread of the block
       mask_tile<MN>(a, BM, low * UNIT, high * UNIT, threadIdx.x, 256);
       mask_tile<MN>(b, kBlockN, low * UNIT, high * UNIT, threadIdx.x, 256);
@@ -117,10 +113,10 @@ __device__ __forceinline__ void promote(float (&sum)[64], const float (&part)[64
   }
 }
 
-template <Operands OPS, Mode MODE, Scaling SCALING, Store STORE, int WAVES>
+template <Operands OPS, Mode MODE, Scaling SCALING, int WAVES>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads, 1)
-    gemm_kernel(const __grid_constant__ GemmMaps maps, const __grid_constant__ GemmArgs p) {
-  using Shape = GemmShape<OPS, MODE, SCALING, STORE, WAVES>;
+    gemm_kernel(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, const __grid_constant__ GemmArgs p) {
+  using Shape = GemmShape<OPS, MODE, SCALING, WAVES>;
   constexpr int kStages = Shape::kStages, BM = Shape::kBlockM, BK = Shape::kBlockK;
   constexpr bool kMn = Shape::kMn, kBlockScales = SCALING != Scaling::epilogue;
   constexpr bool kOddFirst = MODE == Mode::dense;  // the compiler then puts a sum and its product into different register banks
@@ -134,15 +130,13 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
   uint64_t* full = reinterpret_cast<uint64_t*>(chunks + Shape::kScales);
   uint64_t *empty = full + kStages, *chunk_full = empty + kStages, *chunk_empty = chunk_full + kChunks;
   int* starts = reinterpret_cast<int*>(chunk_empty + kChunks);
-  int* tiles = starts + kMaxGroups + 2;                  // ragged_m
-  uint16_t* order = reinterpret_cast<uint16_t*>(tiles);  // ragged_k
+  int* tiles = starts + kMaxGroups + 2;
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x & 31, group_of_warps = warp / 4;
   const int rank = static_cast<int>(ptx::cluster_rank());
   if (threadIdx.x == 0) {
-    ptx::prefetch_map(&maps.a);
-    ptx::prefetch_map(&maps.b);
-    if constexpr (Shape::kCopyEngine) ptx::prefetch_map(&maps.c);
+    ptx::prefetch_map(&map_a);
+    ptx::prefetch_map(&map_b);
     for (int s = 0; s < kStages; ++s) {
       ptx::barrier_init(full + s, 1);
       ptx::barrier_init(empty + s, 8 * kCluster);
@@ -154,15 +148,12 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
     ptx::fence_barrier_init();
   }
   if constexpr (MODE != Mode::dense) {
-    if (warp == 1) {
-      scan_groups<MODE, BM>(p, starts, tiles);
-      if constexpr (MODE == Mode::ragged_k) order_groups(p, starts, order);
-    }
+    if (warp == 1) scan_groups<MODE, BM>(p, starts, tiles);
   }
   __syncthreads();
   ptx::cluster_sync();
 
-  Scheduler<MODE, BM, BK> schedule(p, starts, tiles, order, rank);
+  Scheduler<MODE, BM, BK> schedule(p, starts, tiles, rank);
   Tile t;
   RingPosition<kStages> ring;
   RingPosition<kChunks> scale_ring;
@@ -180,17 +171,14 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
 #pragma unroll
             for (int i = 0; i < BM / 64 / kCluster; ++i) {
               const int box = rank * (BM / 64 / kCluster) + i;
-              ptx::tma_load_2d_multicast(a + box * 8192, &maps.a, full + ring.at, t.row0 + box * 64, k * BK, (1 << kCluster) - 1);
+              ptx::tma_load_2d_multicast(a + box * 8192, &map_a, full + ring.at, t.row0 + box * 64, k * BK, (1 << kCluster) - 1);
             }
 #pragma unroll
-            for (int i = 0; i < kBlockN / 64; ++i) ptx::tma_load_2d(b + i * 8192, &maps.b, full + ring.at, t.col0 + i * 64, k * BK);
+            for (int i = 0; i < kBlockN / 64; ++i) ptx::tma_load_2d(b + i * 8192, &map_b, full + ring.at, t.col0 + i * 64, k * BK);
           } else {
             constexpr int kPart = BM / kCluster;
-            ptx::tma_load_2d_multicast(a + rank * kPart * kStageBytesK, &maps.a, full + ring.at, k * BK, t.row0 + rank * kPart, (1 << kCluster) - 1);
-            ptx::tma_load_2d(b, &maps.b, full + ring.at, k * BK, b_row);
-          }
-          if constexpr (Shape::kCopyEngine) {
-            if (p.accumulate) prefetch_result<BM>(maps.c, t, k);
+            ptx::tma_load_2d_multicast(a + rank * kPart * kStageBytesK, &map_a, full + ring.at, k * BK, t.row0 + rank * kPart, (1 << kCluster) - 1);
+            ptx::tma_load_2d(b, &map_b, full + ring.at, k * BK, b_row);
           }
         }
       }
@@ -202,38 +190,35 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
   } else {
     ptx::registers_up<232>();
     const int g = group_of_warps;
-    uint8_t* own_staging = staging + warp * Shape::kWarpStaging;
+    uint8_t* own_staging = staging + warp * 2048;
     const int row_in_wave = (warp & 3) * 16 + (lane >> 2);
     auto release = [&](int s) {
       if (lane < kCluster) ptx::barrier_arrive_cluster(empty + s, lane);
     };
     float sum[WAVES][64];
     auto store = [&](const Tile& of, auto wave) {
-      store_tile_wave<MODE, SCALING, STORE>(sum[wave.value], own_staging, p, maps.c, of, (wave.value * 2 + g) * 64, warp & 3);
+      store_tile_wave<MODE, SCALING>(sum[wave.value], own_staging, p, of, (wave.value * 2 + g) * 64, warp & 3);
     };
     using First = std::integral_constant<int, 0>;
     using Last = std::integral_constant<int, WAVES - 1>;
-    // The copy engine has a whole K block for the first wave before its staging is needed for the last one.
-    constexpr int kUnfinishedAt = Shape::kCopyEngine ? WAVES - 1 : 0;
     Tile unfinished;  // its last wave is in `sum` still
     bool pending = false;
     while (true) {
       const bool more = schedule.next(t);
-      if (MODE == Mode::ragged_k && more && t.k0 == t.k1 && p.accumulate) continue;  // nothing to add
       if (!more || t.k0 == t.k1) {
         if (pending) store(unfinished, Last{});
         pending = false;
         if (!more) break;
-        store_zeros<MODE, BM>(p, t);
+        if (!p.accumulate) store_zeros<MODE, BM>(p, t);
         continue;
       }
       if constexpr (Shape::kFp8) {
-        // One K block. While products of a tile's first block run, the last wave of the tile before goes out; while the last ones run,
+        // One K block. While the first products of a tile run, the last wave of the tile before goes out; while the last ones run,
         // the first wave of this tile.
         auto step = [&](int k, auto first, auto last) {
           ptx::barrier_wait(full + ring.at, ring.phase);
           uint8_t *a = smem_a + ring.at * Shape::kBytesA, *b = smem_b + ring.at * Shape::kBytesB;
-          if constexpr (first.value || last.value) mask_stage<MODE, BK, BM, kMn, 1>(a, b, starts, t.group, k);
+          if constexpr (first.value || last.value) mask_stage<MODE, BK, BM, kMn, 1>(a, b, t, k);
           const uint64_t desc_b = ptx::wgmma_descriptor(b);
           const float* chunk = chunks + scale_ring.at * Chunk::kFloats;
           const int in_chunk = k % kChunkK;
@@ -259,7 +244,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
             for (int i = 0; i < 4; ++i) multiply<OPS>(part, desc_a + i * 2, desc_b + i * 2, i > 0);
             ptx::wgmma_commit();
             if constexpr (first.value) {
-              if (w == kUnfinishedAt && pending) store(unfinished, Last{});
+              if (w == 0 && pending) store(unfinished, Last{});
 #pragma unroll
               for (int i = 0; i < 64; ++i) sum[w][i] = 0.f;
             }
@@ -292,7 +277,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
         for (int k = t.k0; k < t.k1; ++k, ring.advance()) {
           ptx::barrier_wait(full + ring.at, ring.phase);
           uint8_t *a = smem_a + ring.at * Shape::kBytesA, *b = smem_b + ring.at * Shape::kBytesB;
-          if (k == t.k0 || k == t.k1 - 1) mask_stage<MODE, BK, BM, kMn, kMn ? 1 : 2>(a, b, starts, t.group, k);
+          mask_stage<MODE, BK, BM, kMn, kMn ? 1 : 2>(a, b, t, k);
           const uint64_t desc_b = kMn ? ptx::wgmma_descriptor_mn(b) : ptx::wgmma_descriptor(b);
           constexpr int kStep = kMn ? 128 : 2;  // 16 rows of 128 bytes, or 32 bytes of a row, in units of 16 bytes
 #pragma unroll
@@ -318,9 +303,6 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
         if constexpr (WAVES > 1) store(t, Last{});
       }
     }
-    if constexpr (Shape::kCopyEngine) {
-      if (lane == 0) ptx::tma_wait_read<0>();
-    }
   }
   // No block leaves while its partner may still write into its shared memory or arrive at its barriers.
   __syncwarp();
@@ -328,14 +310,14 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
   ptx::cluster_sync();
 }
 
-template <Operands OPS, Mode MODE, Scaling SCALING, Store STORE, int WAVES>
-cudaError_t launch_gemm(const Context& l, const GemmMaps& maps, const GemmArgs& p, int64_t most_tiles) {
-  using Shape = GemmShape<OPS, MODE, SCALING, STORE, WAVES>;
-  auto* kernel = gemm_kernel<OPS, MODE, SCALING, STORE, WAVES>;
+template <Operands OPS, Mode MODE, Scaling SCALING, int WAVES>
+cudaError_t launch_gemm(const Context& l, const CUtensorMap& a, const CUtensorMap& b, const GemmArgs& p, int64_t most_tiles) {
+  using Shape = GemmShape<OPS, MODE, SCALING, WAVES>;
+  auto* kernel = gemm_kernel<OPS, MODE, SCALING, WAVES>;
   static const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSmem);
   if (ready != cudaSuccess) return ready;
   const int64_t clusters = std::max<int64_t>(1, std::min<int64_t>(most_tiles, l.sms / kCluster));
-  kernel<<<static_cast<unsigned>(clusters * kCluster), kGemmThreads, Shape::kSmem, l.stream>>>(maps, p);
+  kernel<<<static_cast<unsigned>(clusters * kCluster), kGemmThreads, Shape::kSmem, l.stream>>>(a, b, p);
   return cudaGetLastError();
 }
 

@@ -2,6 +2,6 @@
 #include "gemm_kernels.h"
 
 namespace te {
-TE_GEMM_KERNELS(e4m3_e4m3, dense, block_b, warps)
-TE_GEMM_KERNELS(e4m3_e4m3, dense, block_ab, warps)
+TE_GEMM_KERNELS(e4m3_e4m3, dense, block_b)
+TE_GEMM_KERNELS(e4m3_e4m3, dense, block_ab)
 }  // namespace te

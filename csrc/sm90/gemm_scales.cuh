@@ -16,7 +16,7 @@ namespace te {
 constexpr int kChunkK = 4;
 constexpr int kChunks = 2;
 constexpr int kColumnQuarter = 40;
-constexpr int kColumnBlock = 3 * kColumnQuarter + 32;  // no gap after the last quarter
+constexpr int kColumnBlock = 4 * kColumnQuarter;
 
 template <Scaling SCALING, int BM>
 struct ScaleChunk {

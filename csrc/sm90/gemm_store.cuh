@@ -1,12 +1,9 @@
-// The end of a tile: 64 x 128 sums of a warpgroup, times tensor or row scales, go to C: by the warps, in 16-byte pieces of rows, or by the
-// copy engine while the next products run.
+// The end of a tile: 64 x 128 sums of a warpgroup, times tensor or row scales, go to C in 16-byte pieces of rows.
 #pragma once
 #include "gemm_tiles.cuh"
 #include "ptx.cuh"
 
 namespace te {
-
-constexpr int kPartBytes = 2048;  // of a warp: 16 rows of 128 bytes
 
 // What the sums are multiplied by: one number, or one a row and one a column (rows null: the number).
 struct OutputScales {
@@ -14,63 +11,47 @@ struct OutputScales {
   float all;
 };
 
-// The scales of a warp's 16 rows from row0 and 128 columns from col0, asked for all at once: lane l brings those of columns 2l, 2l+1,
-// 2l+64, 2l+65.
-template <bool ROW_SCALES>
-struct WarpScales {
-  float row[2], column[2][2];
-
-  __device__ __forceinline__ WarpScales(const GemmArgs& p, const OutputScales& s, int row0, int col0, int lane) : row{s.all, s.all} {
-    if constexpr (ROW_SCALES) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        row[h] = __ldg(s.rows + min(row0 + (lane >> 2) + 8 * h, p.M - 1));
-#pragma unroll
-        for (int k = 0; k < 2; ++k) column[h][k] = __ldg(s.columns + min(col0 + 64 * h + 2 * lane + k, p.N - 1));
-      }
-    }
-  }
-};
-
-// Part `part` of a warp's 16 x 128 sums into shared memory: 16 rows of 128 bytes, with the 128-byte swizzle.
-template <typename T, bool ROW_SCALES>
-__device__ __forceinline__ void stage_part(const float (&d)[64], int part, const WarpScales<ROW_SCALES>& scales, uint8_t* staging, int lane) {
-  constexpr int kColumns = 128 / sizeof(T);
-  const int r = lane >> 2, q = lane & 3;
-#pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
-    const int group = part * (kColumns / 8) + j, at = group * 4;  // of eight columns
-    float s0 = 1.f, s1 = 1.f;
-    if constexpr (ROW_SCALES) {
-      s0 = __shfl_sync(0xffffffffu, scales.column[group / 8][0], (group % 8) * 4 + q);
-      s1 = __shfl_sync(0xffffffffu, scales.column[group / 8][1], (group % 8) * 4 + q);
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = r + 8 * h;
-      float x = d[at + 2 * h] * scales.row[h], y = d[at + 2 * h + 1] * scales.row[h];
-      if constexpr (ROW_SCALES) x *= s0, y *= s1;
-      if constexpr (sizeof(T) == 2) {
-        *reinterpret_cast<__nv_bfloat162*>(staging + row * 128 + ((j ^ (row & 7)) * 16) + q * 4) = __floats2bfloat162_rn(x, y);
-      } else {
-        *reinterpret_cast<float2*>(staging + row * 128 + (((j * 2 + (q >> 1)) ^ (row & 7)) * 16) + (q & 1) * 8) = make_float2(x, y);
-      }
-    }
-  }
-}
-
-// Writes (or adds) one wave of a warpgroup to C, each warp its 16 rows from row0 through 2 KB of shared memory.
+// Writes (or adds) one wave of a warpgroup to C, each warp its 16 rows from row0 through 2 KB of shared memory. The scales are asked for
+// first, all at once: lane l brings those of columns 2l, 2l+1, 2l+64, 2l+65.
 template <typename T, bool ROW_SCALES>
 __device__ __forceinline__ void store_wave(const float (&d)[64], uint8_t* staging, const GemmArgs& p, T* c, int row0, int row_end, int col0,
-                                           const OutputScales& output_scales) {
+                                           const OutputScales& scales) {
   constexpr int kColumns = 128 / sizeof(T), kVector = 16 / sizeof(T);
   // Nothing of this is worked out earlier and kept: the registers are full of sums.
   const int lane = ptx::here(threadIdx.x & 31);
   row0 = ptx::here(row0), col0 = ptx::here(col0);
-  const WarpScales<ROW_SCALES> scales(p, output_scales, row0, col0, lane);
+  const int r = lane >> 2, q = lane & 3;
+  float row_scale[2] = {scales.all, scales.all}, column_scale[2][2];
+  if constexpr (ROW_SCALES) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      row_scale[h] = __ldg(scales.rows + min(row0 + r + 8 * h, p.M - 1));
+#pragma unroll
+      for (int k = 0; k < 2; ++k) column_scale[h][k] = __ldg(scales.columns + min(col0 + 64 * h + 2 * lane + k, p.N - 1));
+    }
+  }
 #pragma unroll
   for (int part = 0; part < kBlockN / kColumns; ++part) {
-    stage_part<T>(d, part, scales, staging, lane);
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const int group = part * (kColumns / 8) + j, at = group * 4;  // of eight columns
+      float s0 = 1.f, s1 = 1.f;
+      if constexpr (ROW_SCALES) {
+        s0 = __shfl_sync(0xffffffffu, column_scale[group / 8][0], (group % 8) * 4 + q);
+        s1 = __shfl_sync(0xffffffffu, column_scale[group / 8][1], (group % 8) * 4 + q);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = r + 8 * h;
+        float x = d[at + 2 * h] * row_scale[h], y = d[at + 2 * h + 1] * row_scale[h];
+        if constexpr (ROW_SCALES) x *= s0, y *= s1;
+        if constexpr (sizeof(T) == 2) {
+          *reinterpret_cast<__nv_bfloat162*>(staging + row * 128 + ((j ^ (row & 7)) * 16) + q * 4) = __floats2bfloat162_rn(x, y);
+        } else {
+          *reinterpret_cast<float2*>(staging + row * 128 + (((j * 2 + (q >> 1)) ^ (row & 7)) * 16) + (q & 1) * 8) = make_float2(x, y);
+        }
+      }
+    }
     __syncwarp();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -102,71 +83,26 @@ __device__ __forceinline__ void store_wave(const float (&d)[64], uint8_t* stagin
   }
 }
 
-// Queues one wave of a warpgroup for the copy engine, each warp its 16 rows from row0 of C [groups, M, N] in FP32. A warp's four parts of
-// shared memory are a ring that it goes round once a wave; a part is written again when the engine has read it.
-template <bool ROW_SCALES>
-__device__ __forceinline__ void queue_wave(const float (&d)[64], uint8_t* parts, const GemmArgs& p, const CUtensorMap& map, int row0, int col0,
-                                           int group, const OutputScales& output_scales) {
-  constexpr int kColumns = 128 / sizeof(float), kParts = kBlockN / kColumns;
-  const int lane = ptx::here(threadIdx.x & 31);
-  row0 = ptx::here(row0), col0 = ptx::here(col0);
-  const WarpScales<ROW_SCALES> scales(p, output_scales, row0, col0, lane);
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    uint8_t* staging = parts + part * kPartBytes;
-    if (lane == 0) ptx::tma_wait_read<kParts - 1>();
-    __syncwarp();
-    stage_part<float>(d, part, scales, staging, lane);
-    ptx::fence_async_shared();
-    __syncwarp();
-    if (lane == 0) {
-      if (p.accumulate) ptx::tma_add_3d(&map, staging, col0 + part * kColumns, row0, group);
-      else ptx::tma_store_3d(&map, staging, col0 + part * kColumns, row0, group);
-      ptx::tma_commit();
-    }
-    __syncwarp();
-  }
-}
-
-// Brings the share of K block k of a tile of C into L2, where the copy engine will add to it. So the reads of C are spread over the K loop:
-// additions that miss L2 come from all blocks of the chip at once, at the end of equal tiles, and wait for memory. A long K loop begins with
-// it late, for operands would push C out of L2 again.
-template <int BM>
-__device__ __forceinline__ void prefetch_result(const CUtensorMap& map, const Tile& t, int k) {
-  constexpr int kBoxes = BM / 16 * 4, kMostBlocks = 16;
-  const int blocks = min(t.k1 - t.k0, kMostBlocks), at = k - (t.k1 - blocks), end = kBoxes * (at + 1) / blocks;
-  if (at < 0) return;
-  for (int box = kBoxes * at / blocks; box < end; ++box) ptx::tma_prefetch_3d(&map, t.col0 + box % 4 * 32, t.row0 + box / 4 * 16, t.group);
-}
-
-// One wave of a tile of C, by the store, dtype, group and scales of the call. `warp` is the warp in its warpgroup.
-template <Mode MODE, Scaling SCALING, Store STORE>
-__device__ __forceinline__ void store_tile_wave(const float (&d)[64], uint8_t* staging, const GemmArgs& p, const CUtensorMap& map, const Tile& t,
-                                                int first_row, int warp) {
+// The same for a tile of C: dtype, group and scales. `warp` is the warp in its warpgroup.
+template <Mode MODE, Scaling SCALING>
+__device__ __forceinline__ void store_tile_wave(const float (&d)[64], uint8_t* staging, const GemmArgs& p, const Tile& t, int first_row, int warp) {
   OutputScales scales{nullptr, nullptr, 1.f};
   if constexpr (SCALING == Scaling::epilogue) {
     const int group = MODE == Mode::ragged_m ? min(t.group, p.groups - 1) : 0;
     if (p.scale_rows) scales.rows = p.scale_a, scales.columns = p.scale_b + static_cast<int64_t>(group) * p.N;
     else if (p.scale_a) scales.all = __ldg(p.scale_a) * __ldg(p.scale_b + (p.scale_b_groups ? group : 0));
   }
-  const int row0 = t.row0 + first_row + warp * 16;
-  const bool row_scales = SCALING == Scaling::epilogue && p.scale_rows;
-  if constexpr (STORE == Store::copy_engine) {
-    if (row_scales) queue_wave<true>(d, staging, p, map, row0, t.col0, t.group, scales);
-    else queue_wave<false>(d, staging, p, map, row0, t.col0, t.group, scales);
+  const int64_t base = MODE == Mode::ragged_k ? static_cast<int64_t>(t.group) * p.M * p.N : 0;
+  auto store = [&](auto* c, auto rows) {
+    using T = std::remove_pointer_t<decltype(c)>;
+    store_wave<T, decltype(rows)::value>(d, staging, p, c + base, t.row0 + first_row + warp * 16, t.row_end, t.col0, scales);
+  };
+  if (p.c_fp32) {
+    if (SCALING == Scaling::epilogue && p.scale_rows) store(static_cast<float*>(p.c), std::true_type{});
+    else store(static_cast<float*>(p.c), std::false_type{});
   } else {
-    const int64_t base = MODE == Mode::ragged_k ? static_cast<int64_t>(t.group) * p.M * p.N : 0;
-    auto store = [&](auto* c, auto rows) {
-      using T = std::remove_pointer_t<decltype(c)>;
-      store_wave<T, decltype(rows)::value>(d, staging, p, c + base, row0, t.row_end, t.col0, scales);
-    };
-    if (p.c_fp32) {
-      if (row_scales) store(static_cast<float*>(p.c), std::true_type{});
-      else store(static_cast<float*>(p.c), std::false_type{});
-    } else {
-      if (row_scales) store(static_cast<__nv_bfloat16*>(p.c), std::true_type{});
-      else store(static_cast<__nv_bfloat16*>(p.c), std::false_type{});
-    }
+    if (SCALING == Scaling::epilogue && p.scale_rows) store(static_cast<__nv_bfloat16*>(p.c), std::true_type{});
+    else store(static_cast<__nv_bfloat16*>(p.c), std::false_type{});
   }
 }
 

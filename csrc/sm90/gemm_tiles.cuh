@@ -1,6 +1,5 @@
 // What a GEMM call is, and which tiles it is made of: group sizes are read on the device, tiles are handed out in an order that reuses L2.
 #pragma once
-#include <cuda.h>
 #include <cuda_bf16.h>
 
 #include "context.h"
@@ -11,20 +10,12 @@ enum class Operands : int { e4m3_e4m3, e5m2_e4m3, bf16, bf16_mn };  // bf16_mn: 
 enum class Mode : int { dense, ragged_m, ragged_k };
 // Where scales are applied. epilogue: tensor or row scales (or none). block_b: A 1x128, B 128x128. block_ab: both 1x128.
 enum class Scaling : int { epilogue, block_b, block_ab };
-// How results reach C. warps: any C. copy_engine: FP32 whose rows start on 16 bytes (vector_c), not ragged_m, whose groups end inside a box.
-enum class Store : int { warps, copy_engine };
 
 constexpr int kGemmThreads = 384;
 constexpr int kCluster = 2;
 constexpr int kBlockN = 128;
 constexpr int kMaxGroups = 1024;
-constexpr int kSortedGroups = 128;  // ragged_k: more stay in the order that they have
 constexpr int kStageBytesK = 128;  // bytes of K in a stage
-
-struct GemmMaps {
-  CUtensorMap a, b;
-  CUtensorMap c;  // Store::copy_engine only: [groups, M, N] FP32, boxes of 16 x 32
-};
 
 struct GemmArgs {
   int M, N, K;      // of one group; ragged_m: M = all rows; ragged_k: K = all tokens
@@ -89,52 +80,36 @@ __device__ __forceinline__ void scan_groups(const GemmArgs& p, int* starts, int*
   }
 }
 
-// ragged_k: order[] = the group with most tokens, the one with fewest, the second of both, and so on to the middle. Called by one whole
-// warp after scan_groups.
-__device__ __forceinline__ void order_groups(const GemmArgs& p, const int* starts, uint16_t* order) {
-  __syncwarp();
-  for (int g = threadIdx.x & 31; g < p.groups; g += 32) {
-    int at = g;
-    if (p.groups <= kSortedGroups) {
-      const int tokens = starts[g + 1] - starts[g];
-      int rank = 0;  // groups with more tokens, or as many and before this one
-      for (int other = 0; other < p.groups; ++other) {
-        const int more = starts[other + 1] - starts[other] - tokens;
-        rank += more > 0 || (more == 0 && other < g);
-      }
-      at = 2 * rank < p.groups ? 2 * rank : 2 * (p.groups - rank) - 1;
-    }
-    order[at] = static_cast<uint16_t>(g);
-  }
-}
-
 // One output tile: rows row0 .. row_end of A and C, columns col0 .. of B, stages k0 .. k1.
 struct Tile {
-  int row0, row_end, col0, group, k0, k1;
+  int row0, row_end, col0, group, k0, k1, first, last;  // first, last: values of K that belong to the group (ragged_k)
 };
 
 template <Mode MODE, int BM, int BK>
 struct Scheduler {
   const GemmArgs& p;
-  const int *starts, *tiles;  // of scan_groups
-  const uint16_t* order;      // of order_groups
-  int row_tiles, pairs, total, index, rank;
+  const int *starts, *tiles;
+  int row_tiles, pairs, total, index, step, rank;
 
-  __device__ __forceinline__ Scheduler(const GemmArgs& p, const int* starts, const int* tiles, const uint16_t* order, int rank)
-      : p(p), starts(starts), tiles(tiles), order(order), rank(rank) {
+  __device__ __forceinline__ Scheduler(const GemmArgs& p, const int* starts, const int* tiles, int rank)
+      : p(p), starts(starts), tiles(tiles), rank(rank) {
     row_tiles = MODE == Mode::ragged_m ? tiles[p.groups + 1] : (p.M + BM - 1) / BM;
     pairs = (p.N + kBlockN * kCluster - 1) / (kBlockN * kCluster);
     total = row_tiles * pairs * (MODE == Mode::ragged_k ? p.groups : 1);
     index = blockIdx.x / kCluster;
+    step = gridDim.x / kCluster;
   }
   // False when nothing is left. Blocks of a cluster get tiles that differ in col0 only.
   __device__ __forceinline__ bool next(Tile& t) {
     if (index >= total) return false;
     int local = index;
-    index += gridDim.x / kCluster;
+    index += step;
     t.group = 0;
+    if constexpr (MODE == Mode::ragged_k) {
+      t.group = local / (row_tiles * pairs);
+      local -= t.group * (row_tiles * pairs);
+    }
     constexpr int kBand = 2048 / BM;  // row tiles that share their columns in L2
-    if constexpr (MODE == Mode::ragged_k) t.group = next_group<kBand>(local);
     const int band = local / (kBand * pairs), first = band * kBand;
     const int height = min(kBand, row_tiles - first);
     local -= band * kBand * pairs;
@@ -142,6 +117,7 @@ struct Scheduler {
     t.col0 = (local / height * kCluster + rank) * kBlockN;
     t.k0 = 0;
     t.k1 = (p.K + BK - 1) / BK;
+    t.first = 0, t.last = p.K;
     if constexpr (MODE == Mode::ragged_m) {
       int low = 0, high = p.groups;  // last group whose first tile is <= m
       while (low < high) {
@@ -157,27 +133,12 @@ struct Scheduler {
       t.row0 = m * BM;
       t.row_end = p.M;
       if constexpr (MODE == Mode::ragged_k) {
-        const int first = starts[t.group], last = starts[t.group + 1];
-        t.k0 = first / BK;
-        t.k1 = last > first ? (last + BK - 1) / BK : t.k0;
+        t.first = starts[t.group], t.last = starts[t.group + 1];
+        t.k0 = t.first / BK;
+        t.k1 = t.last > t.first ? (t.last + BK - 1) / BK : t.k0;
       }
     }
     return true;
-  }
-
- private:
-  // ragged_k: the group of tile `index`, which becomes the tile's number in it. Two groups of the order take turns, band by band: tiles of few
-  // tokens are bound by the memory's time for C, those of many by products, and together they are bound by neither.
-  template <int BAND>
-  __device__ __forceinline__ int next_group(int& index) {
-    const int of_group = row_tiles * pairs, two = index / (2 * of_group);
-    index -= two * 2 * of_group;
-    const bool alone = 2 * two + 1 == p.groups;
-    const int rows = alone ? 0 : index / (2 * pairs) / BAND * BAND, of_band = min(BAND, row_tiles - rows) * pairs;
-    const bool second = !alone && index >= 2 * rows * pairs + of_band;
-    index -= rows * pairs + (second ? of_band : 0);  // what of it is the other group's
-    const int at = 2 * two + second;
-    return order[at];
   }
 };
 

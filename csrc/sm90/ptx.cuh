@@ -106,26 +106,6 @@ __device__ __forceinline__ void tma_load_2d_multicast(void* dst, const CUtensorM
       "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y), "h"(blocks)
       : "memory");
 }
-// Box at (x: innermost, y, z) of global memory from shared memory: written, or with tma_add_3d added in FP32 (subnormal sums become
-// zero). Whatever lies outside the tensor is left out. Asynchronous: a thread's boxes since its last tma_commit are one group.
-__device__ __forceinline__ void tma_store_3d(const CUtensorMap* map, const void* src, int x, int y, int z) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(shared_address(src)), "r"(x),
-               "r"(y), "r"(z)
-               : "memory");
-}
-__device__ __forceinline__ void tma_add_3d(const CUtensorMap* map, const void* src, int x, int y, int z) {
-  asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-               "r"(shared_address(src)), "r"(x), "r"(y), "r"(z)
-               : "memory");
-}
-__device__ __forceinline__ void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until shared memory has been read for all but the last LEFT groups of this thread.
-template <int LEFT>
-__device__ __forceinline__ void tma_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory"); }
-// Box at (x, y, z) from memory into L2 only.
-__device__ __forceinline__ void tma_prefetch_3d(const CUtensorMap* map, int x, int y, int z) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z) : "memory");
-}
 // Adds four floats (as bits) to global memory, without waiting for the old values. One add an element a call, so the sum is the same
 // in every run; subnormal results become zero.
 __device__ __forceinline__ void add_float4(float* p, uint4 v) {
