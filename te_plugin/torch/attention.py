@@ -13,7 +13,17 @@ import torch
 from te_plugin.ops.attention.problem import AttentionProblem
 from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch import fp8_attention, framework_attention, launches
-from te_plugin.torch.call import check_int32, define, dtype_name, empty, is_direct, launch, scratch, target_of
+from te_plugin.torch.call import (
+    check_int32,
+    define,
+    dtype_name,
+    empty,
+    first_derivative_only,
+    is_direct,
+    launch,
+    scratch,
+    target_of,
+)
 from te_plugin.torch.options import Options
 
 
@@ -121,6 +131,7 @@ class _Attention(torch.autograd.Function):
         return out if direct else (out, lse)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, dout, _dlse=None):
         grads = (_backward if is_direct(dout) else _backward_op)(dout, *ctx.saved_tensors, ctx.key)
         return (*grads, None, None, None, None, None, None)

@@ -47,6 +47,24 @@ def is_direct(x: torch.Tensor) -> bool:
             and not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0)
 
 
+def first_derivative_only(backward):
+    """For the backward of an autograd.Function whose kernels autograd cannot see into: NotImplementedError where they would drop
+    second derivatives without a word (create_graph=True).
+
+    Stricter than torch's once_differentiable, which lets a loss pass whose own gradient is a constant. A traced graph refuses by
+    itself.
+    """
+    @functools.wraps(backward)
+    def checked(ctx, *grads):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(
+                f"{backward.__qualname__.split('.')[0].strip('_')}: create_graph=True asks for second derivatives, and there are "
+                f"none through this op; leave create_graph out, or use torch's own function where they are needed")
+        return backward(ctx, *grads)
+
+    return checked
+
+
 class _NoGraph:
     """Stands in for autograd's context where no graph is built: it keeps nothing."""
 

@@ -14,7 +14,7 @@ from te_plugin.ops.activation_quantize.problem import ActivationQuantizeProblem
 from te_plugin.ops.norm_quantize.problem import NormQuantizeProblem
 from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch import launches
-from te_plugin.torch.call import define, dtype_name, empty, launch, target_of
+from te_plugin.torch.call import define, dtype_name, empty, is_direct, launch, target_of
 from te_plugin.torch.options import Options
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.pointwise import (
@@ -153,7 +153,7 @@ def norm_quantize(x: torch.Tensor, weight: torch.Tensor, o: FusedOptions, scale:
 
     scale: FP32[1], with o.delayed only.
     """
-    if torch.compiler.is_compiling():
+    if not is_direct(x):
         *made, rstd, h = torch.ops.te_plugin.norm_quantize(x, residual, weight, scale, o.key())
     else:
         *made, rstd, h = _norm_quantize(x, residual, weight, scale, o.key())
@@ -162,13 +162,13 @@ def norm_quantize(x: torch.Tensor, weight: torch.Tensor, o: FusedOptions, scale:
 
 def swiglu_quantize(x: torch.Tensor, o: FusedOptions, scale: torch.Tensor | None = None) -> QuantizedTensor:
     """silu(gate) * up of x[R,2C] = [gate | up], [R,C] in FP8."""
-    if torch.compiler.is_compiling():
+    if not is_direct(x):
         return _result(torch.ops.te_plugin.swiglu_quantize(x, scale, o.key()), o)
     return _result(_swiglu_quantize(x, scale, o.key()), o)
 
 
 def dswiglu_quantize(dy: torch.Tensor, x: torch.Tensor, o: FusedOptions, scale: torch.Tensor | None = None) -> QuantizedTensor:
     """The gradient of SwiGLU for x[R,2C] from dy[R,C], [R,2C] in FP8."""
-    if torch.compiler.is_compiling():
+    if not is_direct(x):
         return _result(torch.ops.te_plugin.dswiglu_quantize(dy, x, scale, o.key()), o)
     return _result(_dswiglu_quantize(dy, x, scale, o.key()), o)

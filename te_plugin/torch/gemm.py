@@ -12,7 +12,7 @@ from te_plugin import ffi
 from te_plugin.ops.gemm.problem import GemmProblem
 from te_plugin.plan import Plan, plan, remember
 from te_plugin.torch import launches
-from te_plugin.torch.call import DTYPE_NAME, define, dtype_name, empty, target_of
+from te_plugin.torch.call import DTYPE_NAME, define, dtype_name, empty, is_direct, target_of
 from te_plugin.torch.options import Options
 from te_plugin.torch.quantize import QuantizedTensor, dequantize
 
@@ -127,7 +127,7 @@ def _key(format_a, granularity_a, format_b, granularity_b, kernel, fallback) -> 
 def scaled_gemm(a: Operand, b: Operand, out_dtype: torch.dtype, out: torch.Tensor | None = None, kernel: str = "auto",
                 fallback: str = "error") -> torch.Tensor:
     """a b^T with FP32 accumulation. With `out` (FP32 [M,N]) the product is added to it in place and `out` is returned."""
-    if torch.compiler.is_compiling():
+    if not is_direct(a.data):
         key = GemmOptions(a.format, a.granularity, b.format, b.granularity, kernel, fallback).key()
         if out is None:
             return torch.ops.te_plugin.scaled_gemm(a.data, a.scale_inv, b.data, b.scale_inv, key, out_dtype)
@@ -142,6 +142,6 @@ def scaled_gemm(a: Operand, b: Operand, out_dtype: torch.dtype, out: torch.Tenso
 
 def plain_gemm(a: torch.Tensor, b: torch.Tensor, kernel: str = "auto", fallback: str = "error") -> torch.Tensor:
     """a[M,K] b[N,K]^T for unscaled operands of one dtype, in that dtype."""
-    if torch.compiler.is_compiling():
+    if not is_direct(a):
         return torch.ops.te_plugin.plain_gemm(a, b, GemmOptions(kernel=kernel, fallback=fallback).key())
     return _plain(a, b, _key("none", "none", "none", "none", kernel, fallback))

@@ -15,7 +15,7 @@ import torch
 
 from te_plugin import numerics
 from te_plugin.ops.linear_checks import check_features
-from te_plugin.torch.call import apply
+from te_plugin.torch.call import apply, first_derivative_only
 from te_plugin.torch.grouped_gemm import GroupedGemmOptions
 from te_plugin.torch.linear import (
     LinearOptions,
@@ -53,6 +53,7 @@ class _PlainGroupedLinear(torch.autograd.Function):
         return torch.ops.te_plugin.grouped_gemm(x, weight, group_sizes, o.product("forward"))
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, dy):
         x, weight, group_sizes = ctx.saved_tensors
         o, dy = ctx.o, dy.contiguous()
@@ -85,6 +86,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, dy):
         x_t, x_scale_t, w_t, w_scale_t, weight, group_sizes, used = ctx.saved_tensors
         o, state = ctx.o, ctx.state

@@ -12,7 +12,7 @@ import torch
 
 from te_plugin import numerics
 from te_plugin.ops.linear_checks import check_features
-from te_plugin.torch.call import apply
+from te_plugin.torch.call import apply, first_derivative_only
 from te_plugin.torch.gemm import Operand, plain_gemm, scaled_gemm
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.quantize import QuantizedTensor, quantize_operand
@@ -88,6 +88,7 @@ class _Fp8Linear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, dy):
         need_dx, need_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         dyq = cast(dy, "gradient", need_dw, True, ctx.state, ctx.o)

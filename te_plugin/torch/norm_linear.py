@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from te_plugin import numerics
-from te_plugin.torch.call import apply
+from te_plugin.torch.call import apply, first_derivative_only
 from te_plugin.torch.fused_quantize import FusedOptions, dswiglu_quantize, fused_options, norm_quantize, swiglu_quantize
 from te_plugin.torch.gemm import Operand, scaled_gemm
 from te_plugin.torch.linear import (
@@ -145,6 +145,7 @@ class _Fp8NormLinear(torch.autograd.Function):
         return _results(ctx, y, h, residual, o)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, dy, dh=None):
         h, norm_weight, rstd, *product = ctx.saved_tensors
         state, o, need = ctx.state, ctx.o, ctx.needs_input_grad
@@ -185,6 +186,7 @@ class _Fp8MLP(torch.autograd.Function):
         return _results(ctx, y, h, residual, o)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, dy, dh=None):
         h, norm_weight, rstd, pair, *products = ctx.saved_tensors
         (state1, state2), o, need = ctx.states, ctx.o, ctx.needs_input_grad

@@ -15,7 +15,7 @@ from te_plugin.ops.norm.problem import NormProblem
 from te_plugin.ops.rope.problem import RopeProblem
 from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch import launches
-from te_plugin.torch.call import define, dtype_name, launch, target_of
+from te_plugin.torch.call import define, dtype_name, first_derivative_only, launch, target_of
 from te_plugin.torch.options import Options
 
 IGNORED_LABEL = -100
@@ -113,6 +113,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
         dx, dw = torch.ops.te_plugin.rms_norm_backward(dy.contiguous(), None, x, weight, rstd, ctx.key)
@@ -136,6 +137,7 @@ class _ResidualRMSNorm(torch.autograd.Function):
         return y, h if residual is not None else h.view_as(h)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, dy, dh):
         if dy is None:
             return dh, dh if ctx.has_residual else None, None, None
@@ -212,6 +214,7 @@ class _SwiGLU(torch.autograd.Function):
         return torch.ops.te_plugin.swiglu_forward(x, ctx.key)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, dy):
         return torch.ops.te_plugin.swiglu_backward(dy.contiguous(), *ctx.saved_tensors, ctx.key), None
 
@@ -251,6 +254,7 @@ class _Rope(torch.autograd.Function):
         return torch.ops.te_plugin.rope(x, positions, inv_freq, options.key())
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, dy):
         o = ctx.options
         inverse = PointwiseOptions(inverse=True, kernel=o.kernel, fallback=o.fallback)
@@ -330,6 +334,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, dloss):
         return torch.ops.te_plugin.cross_entropy_backward(dloss.contiguous(), *ctx.saved_tensors, ctx.key), None, None
 

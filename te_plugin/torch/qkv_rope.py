@@ -13,7 +13,16 @@ from te_plugin.ops.qkv_rope.problem import QkvRopeProblem
 from te_plugin.ops.qkv_rope_quantize.problem import QkvRopeQuantizeProblem
 from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch import launches
-from te_plugin.torch.call import TORCH_DTYPE, addressable, define, dtype_name, empty, launch, target_of
+from te_plugin.torch.call import (
+    TORCH_DTYPE,
+    addressable,
+    define,
+    dtype_name,
+    empty,
+    first_derivative_only,
+    launch,
+    target_of,
+)
 from te_plugin.torch.options import Options
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.pointwise import PointwiseOptions, positions_of, rope_impl
@@ -186,6 +195,7 @@ class _QkvRope(torch.autograd.Function):
         return torch.ops.te_plugin.qkv_rope(qkv, positions, inv_freq, key)
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, *grads):
         grads = (dy if dy.stride(-1) == 1 else dy.contiguous() for dy in grads)
         return torch.ops.te_plugin.qkv_rope_backward(*grads, *ctx.saved_tensors, ctx.key), None, None, None

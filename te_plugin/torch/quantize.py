@@ -11,7 +11,7 @@ import torch
 from te_plugin import numerics
 from te_plugin.ops.quantize.problem import LARGE_EXPERT, QuantizeProblem, scale_shape
 from te_plugin.plan import Plan, plan, remember_unmeasured
-from te_plugin.torch.call import TORCH_DTYPE, define, dtype_name, empty, launch, target_of
+from te_plugin.torch.call import TORCH_DTYPE, define, dtype_name, empty, is_direct, launch, target_of
 from te_plugin.torch.options import Options
 from te_plugin.torch.options import options as options_of
 
@@ -184,7 +184,7 @@ _dequantize_op = torch.ops.te_plugin.dequantize.default
 def dequantize(data, scale_inv, granularity: str, format: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """data[R,C] * scale_inv in FP32, rounded once to `dtype` (FP32 or BF16)."""
     key = options_of(QuantizeOptions, format, granularity).key()
-    if torch.compiler.is_compiling():
+    if not is_direct(data):
         return _dequantize_op(data, scale_inv, key, dtype)
     return _dequantize_impl(data, scale_inv, key, dtype)
 
@@ -196,10 +196,10 @@ def quantize_2d(x: torch.Tensor, options: QuantizeOptions, scale: torch.Tensor |
     used: int64[1] on x's device; rows from there on count as 0, whatever they hold. scale and used do not go together.
     """
     key = options.key()
-    if torch.compiler.is_compiling():
-        outputs = _quantize_op(x, scale, key) if used is None else _quantize_used_op(x, used, key)
-    else:
+    if is_direct(x):
         outputs = quantize_impl(x, scale, key) if used is None else _quantize_used(x, used, key)
+    else:
+        outputs = _quantize_op(x, scale, key) if used is None else _quantize_used_op(x, used, key)
     return as_tensor(outputs, options.granularity, options.format, options.transpose)
 
 
@@ -279,7 +279,7 @@ def quantize_experts(weight: torch.Tensor, options: QuantizeOptions) -> Quantize
     or [E,N,ceil(K/32)] (mx); data_t[E,K,N] and scale_inv_t likewise, for the transposed weights. stats[2] are those of all
     experts. Large experts are read one after the other, small ones all in one launch a copy.
     """
-    quantise = torch.ops.te_plugin.quantize_experts if torch.compiler.is_compiling() else _quantize_experts
+    quantise = _quantize_experts if is_direct(weight) else torch.ops.te_plugin.quantize_experts
     return as_tensor(quantise(weight, options.key()), options.granularity, options.format, options.transpose)
 
 

@@ -10,7 +10,7 @@ import torch
 from te_plugin.ops.quantize_many.problem import QuantizeManyProblem
 from te_plugin.plan import plan, remember_unmeasured
 from te_plugin.torch import launches
-from te_plugin.torch.call import define, dtype_name, launch, target_of
+from te_plugin.torch.call import define, dtype_name, is_direct, launch, target_of
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.quantize import (
     QuantizedTensor,
@@ -119,7 +119,7 @@ def quantize_many(
     o = options_of(QuantizeOptions, dtype, granularity, bool(pow2_scale), bool(transpose), scales is not None, kernel, fallback)
     if not tensors:
         return []
-    if not torch.compiler.is_compiling():
+    if is_direct(tensors[0]):
         return quantize_operands(tensors, o, scales)
     outputs = torch.ops.te_plugin.quantize_many(tensors, scales or [], o.key())
     return [as_tensor(outputs[i:i + 5], granularity, dtype, transpose) for i in range(0, len(outputs), 5)]

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
+import te_plugin.torch as tp
 from te_plugin.torch.attention import attention
 from te_plugin.torch.linear import _Fp8Linear, linear
 from te_plugin.torch.norm_linear import gated_mlp, layer_norm_linear
@@ -73,3 +75,49 @@ def test_vmap_of_attention_equals_a_loop():
     cu = torch.tensor([0, 4, 9], dtype=torch.int32)
     got = torch.func.vmap(lambda a, b, c: attention(a, b, c, cu_seqlens_q=cu))(q, k, v)
     assert torch.equal(got, torch.stack([attention(*each, cu_seqlens_q=cu) for each in zip(q, k, v, strict=True)]))
+
+
+INV_FREQ, POSITIONS = torch.linspace(0.1, 1, 8), torch.arange(6, dtype=torch.int32)
+CU = torch.tensor([0, 4, 6], dtype=torch.int32)
+SECOND_DERIVATIVES = {
+    "rms_norm": (tp.rms_norm, (6, 32), (32,)),
+    "rms_norm with residual": (lambda x, w, r: tp.rms_norm(x, w, residual=r)[0], (6, 32), (32,), (6, 32)),
+    "swiglu": (tp.swiglu, (6, 32)),
+    "rope": (lambda x: tp.rope(x, POSITIONS, inv_freq=INV_FREQ), (6, 2, 16)),
+    "qkv_rope": (lambda x: tp.qkv_rope(x, POSITIONS, heads=2, kv_heads=1, inv_freq=INV_FREQ)[0], (6, 64)),
+    "cross_entropy": (lambda x: tp.cross_entropy(x, POSITIONS.long()), (6, 32)),
+    "attention": (lambda q, k, v: tp.attention(q, k, v, cu_seqlens_q=CU), (6, 2, 16), (6, 1, 16), (6, 1, 16)),
+    "linear": (lambda x, w: linear(x, w, None, "fp8_current"), (6, 32), (32, 32)),
+    "grouped_linear": (lambda x, w: tp.grouped_linear(x, w, CU[1:]), (10, 32), (2, 32, 32)),
+    "layer_norm_linear": (lambda x, n, w: layer_norm_linear(x, n, w, precision="fp8_current"), (6, 32), (32,), (32, 32)),
+    "gated_mlp": (lambda x, n, a, b: gated_mlp(x, n, a, b, precision="fp8_current"), (6, 32), (32,), (64, 32), (32, 32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SECOND_DERIVATIVES)
+@pytest.mark.parametrize("loss", [lambda y: y.sum(), lambda y: y.float().square().sum()], ids=["linear loss", "square loss"])
+def test_a_second_derivative_is_refused(name, loss):
+    function, *shapes = SECOND_DERIVATIVES[name]
+    leaves = [x.requires_grad_() for x in tensors(*shapes)]
+    y = function(*leaves)
+    with pytest.raises(NotImplementedError, match="create_graph=True asks for second derivatives"):
+        torch.autograd.grad(loss(y), leaves, create_graph=True)
+
+
+FP8_CALLS = {
+    "quantize": lambda x, n, a, b: tp.quantize(x, transpose=True).data_t,
+    "quantize_many": lambda x, n, a, b: tp.quantize_many([x, a], transpose=True)[0].data_t,
+    "dequantize": lambda x, n, a, b: tp.quantize(x, granularity="row").dequantize(),
+    "linear": lambda x, n, a, b: linear(x, a, None, "fp8_current"),
+    "layer_norm_linear": lambda x, n, a, b: layer_norm_linear(x, n, a, precision="fp8_current", residual=x)[1],
+    "gated_mlp": lambda x, n, a, b: gated_mlp(x, n, a, b, precision="fp8_current"),
+}
+
+
+@pytest.mark.parametrize("name", FP8_CALLS)
+def test_fake_tensors_have_shapes_and_no_memory_that_a_kernel_would_read(name):
+    inputs = tensors((16, 32), (32,), (64, 32), (32, 32))
+    want = FP8_CALLS[name](*inputs)
+    with FakeTensorMode() as mode:
+        got = FP8_CALLS[name](*map(mode.from_tensor, inputs))
+    assert isinstance(got, FakeTensor) and (got.shape, got.dtype) == (want.shape, want.dtype)
