@@ -142,6 +142,11 @@ def launch(plan: Plan, stage: str, *arguments) -> None:
     ffi.function(kernel.library, kernel.entry_points[stage])(*arguments)
 
 
+def check_device(op: str, name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{op}: {name} is on {tensor.device}, the tensor to work on is on {device}; move one of them")
+
+
 def check_int32(name: str, tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.dtype != torch.int32:
         raise ValueError(f"{name} must be int32, got {tensor.dtype}")

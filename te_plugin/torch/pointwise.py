@@ -15,7 +15,7 @@ from te_plugin.ops.norm.problem import NormProblem
 from te_plugin.ops.rope.problem import RopeProblem
 from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch import launches
-from te_plugin.torch.call import define, dtype_name, first_derivative_only, launch, target_of
+from te_plugin.torch.call import check_device, define, dtype_name, first_derivative_only, launch, target_of
 from te_plugin.torch.options import Options
 
 IGNORED_LABEL = -100
@@ -271,25 +271,38 @@ def positions_of(cu_seqlens: torch.Tensor, tokens: int, cu_seqlens_padded: torch
     return rows - start[segment.clamp(0, start.shape[0] - 1).long()]
 
 
+def rotary_positions(name: str, x: torch.Tensor, head_dim: int, positions: torch.Tensor | None, inv_freq: torch.Tensor,
+                     cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """int32[T] for the rows of x[T,...], from either of the two; ValueError for what does not fit x or is no constant."""
+    pairs, tokens = head_dim // 2, x.shape[0]
+    if inv_freq.shape != (pairs,) or inv_freq.dtype != torch.float32:
+        raise ValueError(f"{name}: inv_freq must be FP32[{pairs}] for D={head_dim}, got {inv_freq.dtype}{list(inv_freq.shape)}")
+    if inv_freq.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: inv_freq requires a gradient and would get none; pass inv_freq.detach()")
+    if (positions is None) == (cu_seqlens is None):
+        raise ValueError(f"{name} needs positions[T] or cu_seqlens[N+1], and not both")
+    if positions is None:
+        positions = positions_of(cu_seqlens, tokens)
+    if positions.shape != (tokens,) or positions.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name}: positions must be int32[{tokens}], one a row, got {positions.dtype}{list(positions.shape)}")
+    for what, tensor in (("positions" if cu_seqlens is None else "cu_seqlens", positions), ("inv_freq", inv_freq)):
+        check_device(name, what, tensor, x.device)
+    return positions.to(torch.int32).contiguous()
+
+
 def rope(x: torch.Tensor, positions: torch.Tensor | None = None, *, inv_freq: torch.Tensor,
          cu_seqlens: torch.Tensor | None = None, kernel: str = "auto", fallback: str = "error") -> torch.Tensor:
     """Rotate x[T,H,D] by positions[T] (int32) * inv_freq[D/2] (FP32); pairs are (i, i + D/2).
 
-    Without positions, cu_seqlens[N+1] gives positions that restart at each segment.
+    cu_seqlens[N+1] in place of positions gives positions that restart at each segment. No gradient flows to inv_freq.
+    Raises ValueError for arguments that do not fit, PlanError when no kernel can run it.
     """
     if x.dim() != 3 or x.shape[2] % 2:
         raise ValueError(f"rope takes x[T,H,D] with an even D, got {tuple(x.shape)}")
-    if inv_freq.shape != (x.shape[2] // 2,) or inv_freq.dtype != torch.float32:
-        raise ValueError(f"inv_freq must be FP32[{x.shape[2] // 2}], got {inv_freq.dtype}{list(inv_freq.shape)}")
-    if positions is None:
-        if cu_seqlens is None:
-            raise ValueError("rope needs positions[T] or cu_seqlens[N+1]")
-        positions = positions_of(cu_seqlens, x.shape[0])
-    if positions.shape != (x.shape[0],):
-        raise ValueError(f"positions has shape {tuple(positions.shape)}, x has {x.shape[0]} rows")
+    positions = rotary_positions("rope", x, x.shape[2], positions, inv_freq, cu_seqlens)
     if x.stride(-1) != 1:
         x = x.contiguous()
-    return _Rope.apply(x, positions.to(torch.int32), inv_freq, PointwiseOptions(kernel=kernel, fallback=fallback))
+    return _Rope.apply(x, positions, inv_freq, PointwiseOptions(kernel=kernel, fallback=fallback))
 
 
 # Cross-entropy -------------------------------------------------------------------------------------------------------------

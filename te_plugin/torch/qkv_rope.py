@@ -16,6 +16,7 @@ from te_plugin.torch import launches
 from te_plugin.torch.call import (
     TORCH_DTYPE,
     addressable,
+    check_device,
     define,
     dtype_name,
     empty,
@@ -25,7 +26,7 @@ from te_plugin.torch.call import (
 )
 from te_plugin.torch.options import Options
 from te_plugin.torch.options import options as options_of
-from te_plugin.torch.pointwise import PointwiseOptions, positions_of, rope_impl
+from te_plugin.torch.pointwise import PointwiseOptions, rope_impl, rotary_positions
 from te_plugin.torch.quantize import QuantizeOptions, quantize_impl
 
 
@@ -205,21 +206,13 @@ def _checked(name: str, qkv, positions, inv_freq, cu_seqlens, heads: int, kv_hea
     """qkv with touching columns, int32 positions; ValueError for shapes that do not fit."""
     if qkv.dim() != 2:
         raise ValueError(f"{name} takes qkv[T, (H + 2G) * D], got {tuple(qkv.shape)}")
-    tokens, width = qkv.shape
+    width = qkv.shape[1]
     rows_of = heads + 2 * kv_heads
     if rows_of < 1 or width % rows_of or width // rows_of % 2 or not width:
         raise ValueError(f"{name}: qkv has {width} columns; {heads} heads of q and {kv_heads} each of k and v need a multiple "
                          f"of {2 * rows_of}, an even D for each of {rows_of} heads")
-    pairs = width // rows_of // 2
-    if inv_freq.shape != (pairs,) or inv_freq.dtype != torch.float32:
-        raise ValueError(f"{name}: inv_freq must be FP32[{pairs}] for D={2 * pairs}, got {inv_freq.dtype}{list(inv_freq.shape)}")
-    if (positions is None) == (cu_seqlens is None):
-        raise ValueError(f"{name} needs positions[T] or cu_seqlens[N+1], and not both")
-    if positions is None:
-        positions = positions_of(cu_seqlens, tokens)
-    if positions.shape != (tokens,):
-        raise ValueError(f"{name}: positions has shape {tuple(positions.shape)}, qkv has {tokens} rows")
-    return qkv if qkv.stride(1) == 1 else qkv.contiguous(), positions.to(torch.int32)
+    positions = rotary_positions(name, qkv, width // rows_of, positions, inv_freq, cu_seqlens)
+    return qkv if qkv.stride(1) == 1 else qkv.contiguous(), positions
 
 
 def qkv_rope(qkv: torch.Tensor, positions: torch.Tensor | None = None, *, heads: int, kv_heads: int, inv_freq: torch.Tensor,
@@ -253,6 +246,8 @@ def qkv_rope_quantize(qkv: torch.Tensor, positions: torch.Tensor | None = None, 
         raise ValueError(f"qkv_rope_quantize: scale must be FP32[3], those of q, k and v; got {scale.dtype}{list(scale.shape)}")
     if scale is not None and pow2_scale:
         raise ValueError("qkv_rope_quantize: pow2_scale chooses scales, and scale gives them; leave one of them out")
+    if scale is not None:
+        check_device("qkv_rope_quantize", "scale", scale, qkv.device)
     options = options_of(QkvRopeQuantizeOptions, int(heads), int(kv_heads), layout, dtype, bool(pow2_scale), scale is not None,
                          kernel, fallback)
     return QuantizedQkv(*torch.ops.te_plugin.qkv_rope_quantize(qkv, positions, inv_freq, scale, options.key()))

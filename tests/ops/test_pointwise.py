@@ -238,5 +238,7 @@ def test_shapes_that_do_not_fit_are_refused_with_both_sizes():
         rope(torch.zeros(2, 1, 3), torch.zeros(2, dtype=torch.int32), inv_freq=torch.zeros(1))
     with pytest.raises(ValueError, match=r"inv_freq must be FP32\[2\]"):
         rope(torch.zeros(2, 1, 4), torch.zeros(2, dtype=torch.int32), inv_freq=torch.zeros(3))
+    with pytest.raises(ValueError, match=r"rope needs positions\[T\] or cu_seqlens\[N\+1\], and not both"):
+        rope(torch.zeros(2, 1, 4), torch.zeros(2, dtype=torch.int32), inv_freq=torch.zeros(2), cu_seqlens=torch.tensor([0, 2]))
     with pytest.raises(ValueError, match="leading dimensions"):
         cross_entropy(torch.zeros(2, 4), torch.zeros(3, dtype=torch.int32))

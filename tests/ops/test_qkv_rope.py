@@ -290,7 +290,11 @@ def test_problems_that_make_no_sense(change, message):
     ({"qkv": torch.zeros(2, 4, 8)}, r"takes qkv\[T, \(H \+ 2G\) \* D\], got \(2, 4, 8\)"),
     ({"inv_freq": torch.zeros(8)}, r"inv_freq must be FP32\[4\] for D=8"),
     ({"inv_freq": torch.zeros(4, dtype=torch.float64)}, r"inv_freq must be FP32\[4\] for D=8"),
-    ({"positions": torch.zeros(3, dtype=torch.int32)}, r"positions has shape \(3,\), qkv has 2 rows"),
+    ({"positions": torch.zeros(3, dtype=torch.int32)}, r"positions must be int32\[2\], one a row, got torch.int32\[3\]"),
+    ({"positions": torch.zeros(2)}, r"positions must be int32\[2\], one a row, got torch.float32\[2\]"),
+    ({"positions": torch.zeros(2, dtype=torch.int32, device="meta")}, "positions is on meta, the tensor to work on is on cpu"),
+    ({"inv_freq": torch.zeros(4, device="meta")}, "inv_freq is on meta, the tensor to work on is on cpu"),
+    ({"inv_freq": torch.zeros(4, requires_grad=True)}, "inv_freq requires a gradient and would get none"),
     ({"positions": None}, r"needs positions\[T\] or cu_seqlens\[N\+1\], and not both"),
     ({"cu_seqlens": torch.tensor([0, 2], dtype=torch.int32)}, r"needs positions\[T\] or cu_seqlens\[N\+1\], and not both"),
     ({"layout": "mixed"}, "layout='mixed' is not one of split, grouped"),
@@ -309,6 +313,8 @@ def test_scales_that_do_not_fit():
                  "inv_freq": torch.zeros(4)}  # fmt: skip
     with pytest.raises(ValueError, match=r"scale must be FP32\[3\], those of q, k and v; got torch.float32\[1\]"):
         tp.qkv_rope_quantize(**arguments, scale=torch.ones(1))
+    with pytest.raises(ValueError, match="scale is on meta, the tensor to work on is on cpu"):
+        tp.qkv_rope_quantize(**arguments, scale=torch.ones(3, device="meta"))
     with pytest.raises(ValueError, match="pow2_scale chooses scales, and scale gives them"):
         tp.qkv_rope_quantize(**arguments, scale=torch.ones(3), pow2_scale=True)
     with pytest.raises(ValueError, match="FP8 format 'e3m4' is not one of"):
