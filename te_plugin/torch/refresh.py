@@ -21,7 +21,6 @@ class RefreshReport:
     left: dict[str, str]
 
 
-@torch.no_grad()
 def refresh_weights(model: nn.Module | Iterable[nn.Module]) -> RefreshReport:
     """Quantise every stale FP8 weight of a model in a few launches, and put it where the layers' forward looks for it.
 
@@ -32,10 +31,16 @@ def refresh_weights(model: nn.Module | Iterable[nn.Module]) -> RefreshReport:
 
     Left to the forward, which quantises them as ever, and named in the report: a layer that has not trained yet (its first
     forward says which copies it needs, and begins delayed scaling); weights that FSDP2 shards (DTensor: the whole weight exists
-    within the layer's forward only); weight_cache=False. Activation recompute sees the same copies. Weights must hold their
+    within the layer's forward only); weight_cache=False. A graph of torch.compile quantises its weights itself and does not look
+    at these copies: leave the call out where the whole model is compiled. Activation recompute sees the same copies. Weights must hold their
     values: where something fills them later, as Megatron's overlap_param_gather does in hooks of the forward, call it after that
     or not at all.
     """
+    with torch.inference_mode(False), torch.no_grad():  # training saves the copies for its backward: no inference tensors
+        return _refresh(model)
+
+
+def _refresh(model: nn.Module | Iterable[nn.Module]) -> RefreshReport:
     groups, quantised, left = defaultdict(list), [], {}
     for name, layer in _fp8_layers(model):
         reason = _reason_to_leave(layer)
@@ -76,5 +81,5 @@ def _reason_to_leave(layer: nn.Module) -> str | None:
     if hasattr(layer.weight, "placements"):  # a DTensor
         return "the weight is sharded, and whole within the layer's forward only"
     if state.keeps_transpose is None or state.needs_values("weight"):
-        return "it has not trained yet: its first forward says which copies it needs"
+        return "it has not trained yet outside torch.compile: its first forward says which copies it needs"
     return None

@@ -121,6 +121,16 @@ def test_a_weight_that_changes_afterwards_is_quantised_again(change):
     check_same(*results)
 
 
+def test_called_in_inference_mode_it_serves_training_all_the_same():
+    layer = tp.LayerNormMLP(64, 64, precision="fp8_current")
+    layer(torch.ones(16, 64)).sum().backward()
+    tp.advance_scaling(layer)
+    with torch.inference_mode():
+        assert len(tp.refresh_weights(layer).quantised) == 2
+    layer(torch.ones(16, 64, requires_grad=True)).sum().backward()
+    assert [state.weight_casts for _, state in states(layer)] == [2, 2]
+
+
 def test_what_is_left_to_the_forward_is_named():
     uncached = tp.Linear(64, 64, precision="fp8_current", weight_cache=False)
     net = torch.nn.Sequential(tp.Linear(64, 64, precision="fp8_current"), uncached, tp.Linear(64, 64))
