@@ -211,7 +211,7 @@ def forward(plan: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
     out = empty(q.shape, q.dtype, device)
     stats = torch.full((q.shape[0], q.shape[1]), float("-inf"), dtype=torch.float32, device=device)
     with torch.cuda.device(device):
-        q, k, v = addressable(q), addressable(k), addressable(v)
+        q, k, v = (addressable(x.contiguous() if 0 in x.stride() else x) for x in (q, k, v))  # heads that share memory (expand)
         shape = _shape(plan, q, k, v)
         segments = _Segments.make(shape, cu_q, cu_k, start_q, start_k)
         if shape.segments and q.numel() and k.numel():

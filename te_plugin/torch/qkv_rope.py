@@ -27,7 +27,7 @@ from te_plugin.torch.call import (
 from te_plugin.torch.options import Options
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.pointwise import PointwiseOptions, rope_impl, rotary_positions
-from te_plugin.torch.quantize import QuantizeOptions, quantize_impl
+from te_plugin.torch.quantize import QuantizeOptions, quantize_impl, readable
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class _QkvRope(torch.autograd.Function):
 
 
 def _checked(name: str, qkv, positions, inv_freq, cu_seqlens, heads: int, kv_heads: int):
-    """qkv with touching columns, int32 positions; ValueError for shapes that do not fit."""
+    """qkv as the kernels read it, int32 positions; ValueError for shapes that do not fit."""
     if qkv.dim() != 2:
         raise ValueError(f"{name} takes qkv[T, (H + 2G) * D], got {tuple(qkv.shape)}")
     width = qkv.shape[1]
@@ -212,7 +212,7 @@ def _checked(name: str, qkv, positions, inv_freq, cu_seqlens, heads: int, kv_hea
         raise ValueError(f"{name}: qkv has {width} columns; {heads} heads of q and {kv_heads} each of k and v need a multiple "
                          f"of {2 * rows_of}, an even D for each of {rows_of} heads")
     positions = rotary_positions(name, qkv, width // rows_of, positions, inv_freq, cu_seqlens)
-    return qkv if qkv.stride(1) == 1 else qkv.contiguous(), positions
+    return readable(qkv), positions
 
 
 def qkv_rope(qkv: torch.Tensor, positions: torch.Tensor | None = None, *, heads: int, kv_heads: int, inv_freq: torch.Tensor,

@@ -32,9 +32,9 @@ def refresh_weights(model: nn.Module | Iterable[nn.Module]) -> RefreshReport:
     Left to the forward, which quantises them as ever, and named in the report: a layer that has not trained yet (its first
     forward says which copies it needs, and begins delayed scaling); weights that FSDP2 shards (DTensor: the whole weight exists
     within the layer's forward only); weight_cache=False. A graph of torch.compile quantises its weights itself and does not look
-    at these copies: leave the call out where the whole model is compiled. Activation recompute sees the same copies. Weights must hold their
-    values: where something fills them later, as Megatron's overlap_param_gather does in hooks of the forward, call it after that
-    or not at all.
+    at these copies: leave the call out where the whole model is compiled. Activation recompute sees the same copies. Weights must
+    hold their values: where something fills them later, as Megatron's overlap_param_gather does in hooks of the forward, call it
+    after that or not at all.
     """
     with torch.inference_mode(False), torch.no_grad():  # training saves the copies for its backward: no inference tensors
         return _refresh(model)

@@ -88,6 +88,18 @@ def test_a_kernel_asked_for_by_name_explains_the_others_too(explain):
     assert code == 0 and "cpu: kernel=composite was asked for" in out
 
 
+@pytest.mark.parametrize("kernel", ["cudnn", "flash", "composite", "cpu"])
+def test_only_a_kernel_with_a_dq_accumulator_describes_one(kernel):
+    found = {made.name: made for made in registered("attention")}[kernel]
+    problem = AttentionProblem(8192, 8192, 4, 32, 8, 128, needs_backward=True)
+    assert ("dQ accumulator" in found.describe_layout(problem)) == bool(found.buffers(problem))
+
+
+def test_packed_attention_on_hopper_names_the_extra_it_comes_from(explain):
+    code, out, _ = explain(TINY, "target=sm90")
+    assert code == 0 and "te_plugin[cudnn]" in out
+
+
 def test_an_impossible_kernel_exits_1_with_its_reason(explain):
     code, out, err = explain(TINY, "target=sm90", "attention.kernel=cpu")
     assert code == 1 and "runs on cpu, not on sm90" in out and "attention" in err

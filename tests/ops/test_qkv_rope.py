@@ -208,6 +208,16 @@ def test_a_nan_stays_in_its_part(device, delayed):
     assert made.stats[:, 1].tolist() == [0, 2, 1]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("function", [tp.qkv_rope, lambda *a, **o: [tp.qkv_rope_quantize(*a, **o).v_t]], ids=["rope", "quantize"])
+def test_rows_that_share_memory_are_read(device, function):
+    shape = (32, 4, 2, 64)
+    qkv, positions, inv_freq = draw(device, shape)
+    same = qkv[:1].expand(32, -1)
+    positions = positions.repeat_interleave(2)[::2]  # apart, too
+    check_same_bytes(*(call(function, x, positions, inv_freq, shape) for x in (same, same.contiguous())))
+
+
 def test_segments_give_the_positions():
     shape = (8, 2, 1, 16)
     qkv, _, inv_freq = draw("cpu", shape)

@@ -73,6 +73,14 @@ def test_views_of_one_projection_and_memory_off_by_two_bytes_give_the_same(kerne
             torch.testing.assert_close(got, expected, rtol=0, atol=2**-8)
 
 
+def test_heads_that_share_memory_give_the_same(kernel):
+    q, k, v = operands(70)
+    shared = [q, *(x[:, :1].detach().expand(70, KV_HEADS, DIM).requires_grad_() for x in (k, v))]
+    apart = [q, *(x.detach().contiguous().requires_grad_() for x in shared[1:])]
+    for got, want in zip(*(gradients(kernel, x, cu_seqlens_q=int32([0, 33, 70])) for x in (shared, apart)), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=2**-8)
+
+
 @pytest.mark.parametrize("cu,rows", [([0, 1], 1), ([0, 0], 0), ([0], 0), ([0, 0, 0], 5), ([0], 5)])
 def test_hardly_any_rows(kernel, cu, rows):
     out, *grads = gradients(kernel, operands(rows), cu_seqlens_q=int32(cu))

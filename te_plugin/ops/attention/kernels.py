@@ -41,9 +41,17 @@ def attributes(problem: AttentionProblem) -> tuple[int | float, ...]:
     return (MASK_CODE[problem.mask], *problem.window, problem.scale, DQ_CODE[problem.dq_accumulation])
 
 
+OPERANDS = "q,k,v [T,H,D] THD"
+
+
+def describe_operands(problem: AttentionProblem) -> str:
+    """The layout of a kernel that asks for no dQ accumulator of ours."""
+    return OPERANDS
+
+
 def describe_layout(problem: AttentionProblem) -> str:
     layout = "packed (splits,H,T,D) fp32" if problem.dq_accumulation == "fp32" else "per segment (splits,N,H,P,128) bf16"
-    return f"q,k,v [T,H,D] THD; dQ accumulator {layout}" if problem.needs_backward else "q,k,v [T,H,D] THD"
+    return f"{OPERANDS}; dQ accumulator {layout}" if problem.needs_backward else OPERANDS
 
 
 def _cpu_supports(problem: AttentionProblem, target: Target) -> Supported | Unsupported:
@@ -109,11 +117,12 @@ def _cudnn_supports(problem: AttentionProblem, target: Target) -> Supported | Un
         "nvidia-cudnn-frontend is not installed; pip install 'te_plugin[cudnn]'"
         if target.local and importlib.util.find_spec("cudnn") is None else None,
     )
-    return Unsupported(reason) if reason else Supported("cuDNN's packed kernels; their scratch is what cuDNN asks for")
+    return Unsupported(reason) if reason else Supported("cuDNN's packed kernels, from the extra te_plugin[cudnn]; "
+                                                            "scratch on top: what cuDNN asks for")
 
 
 CUDNN = register(Kernel(name="cudnn", op="attention", supports=_cudnn_supports, attributes=attributes,
-                        helpers=(("sm90", "segment_offsets"), ("sm90", "fill_outside")), describe_layout=describe_layout))
+                        helpers=(("sm90", "segment_offsets"), ("sm90", "fill_outside")), describe_layout=describe_operands))
 
 
 def _packed_causal_reasons(problem: AttentionProblem) -> tuple[str | None, ...]:
@@ -140,7 +149,7 @@ def _flash_supports(problem: AttentionProblem, target: Target) -> Supported | Un
 
 
 FLASH = register(Kernel(name="flash", op="attention", supports=_flash_supports, attributes=attributes,
-                        describe_layout=describe_layout))
+                        describe_layout=describe_operands))
 
 
 def _composite_supports(problem: AttentionProblem, target: Target) -> Supported | Unsupported:
@@ -153,4 +162,4 @@ def _composite_supports(problem: AttentionProblem, target: Target) -> Supported 
 
 
 COMPOSITE = register(Kernel(name="composite", op="attention", supports=_composite_supports, attributes=attributes,
-                            composite=True, describe_layout=describe_layout))
+                            composite=True, describe_layout=describe_operands))
