@@ -12,6 +12,7 @@ from argparse import Namespace
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from te_plugin import __version__, ffi, paths, selfcheck, tuning
 from te_plugin.commands.report import console
@@ -40,7 +41,7 @@ def run(args: Namespace) -> int:
     out.print(_libraries(failures))
     out.print(_checks(failures))
     for failure in failures:
-        out.print(f"[bold red]problem[/]: {failure}")
+        out.print(Text("problem", style="bold red"), f": {failure}", sep="")
     out.print("doctor: all is well" if not failures else f"doctor: {len(failures)} problem{'s' if len(failures) > 1 else ''}")
     return 1 if failures else 0
 
@@ -115,7 +116,7 @@ def _checks(failures: list[str]) -> Table:
     for outcome in selfcheck.run_all():
         error = "-" if outcome.error is None else f"{outcome.error:.2e}"
         table.add_row(outcome.backend, outcome.check, error, f"{outcome.bound:.0e}" if outcome.bound else "exact",
-                      "ok" if outcome.ok else "[bold red]FAILED[/]")
+                      "ok" if outcome.ok else Text("FAILED", style="bold red"))
         if not outcome.ok:
             why = outcome.problem or f"relative error {outcome.error:.2e} is above {outcome.bound:.0e}"
             failures.append(f"{outcome.backend}, {outcome.check}: {why}")

@@ -28,8 +28,8 @@ class Row:
 
 
 def console() -> Console:
-    """Wide enough for reasons when the output goes to a file or a pipe."""
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    """Wide enough for reasons when the output goes to a file or a pipe. No markup: it would eat the [cudnn] of a reason."""
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
 
 
 def plan_rows(cfg: Config) -> list[Row]:
