@@ -155,6 +155,9 @@ def check_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | N
         raise ValueError(f"x is {x.dtype}, {name} is {weight.dtype}; they must agree")
     if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
         raise ValueError(f"residual is {residual.dtype}{list(residual.shape)}, x is {x.dtype}{list(x.shape)}; they must agree")
+    check_device("norm", name, weight, x.device)
+    if residual is not None:
+        check_device("norm", "residual", residual, x.device)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, *, residual: torch.Tensor | None = None,
@@ -356,6 +359,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, *, kernel: str = "
     """Per-token loss in nats, FP32[...]: logits[...,V], labels[...] integers, -100 gives loss and gradient 0."""
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} differ in their leading dimensions")
+    check_device("cross_entropy", "labels", labels, logits.device)
     flat = labels.reshape(-1).to(torch.int32)
     options = PointwiseOptions(kernel=kernel, fallback=fallback)
     return _CrossEntropy.apply(_rows(logits), flat, options).view(labels.shape)

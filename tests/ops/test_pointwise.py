@@ -139,6 +139,17 @@ def test_a_residual_that_does_not_fit_is_named():
         rms_norm(x, w, residual=x.bfloat16())
 
 
+def test_tensors_on_another_device_are_named():
+    """A model built on the meta device whose weights were forgotten, first of all: its op would give memory as it lies there."""
+    x, w, away = torch.ones(4, 8), torch.ones(8), {"device": "meta"}
+    with pytest.raises(ValueError, match="norm: weight is on meta, the tensor to work on is on cpu"):
+        rms_norm(x, torch.ones(8, **away))
+    with pytest.raises(ValueError, match="norm: residual is on meta"):
+        rms_norm(x, w, residual=torch.ones(4, 8, **away))
+    with pytest.raises(ValueError, match="cross_entropy: labels is on meta"):
+        cross_entropy(x, torch.ones(4, dtype=torch.int64, **away))
+
+
 @pytest.mark.parametrize(
     "implementation,shape,dtype",
     rows("activation", lambda s, d: ActivationProblem(*s, dtype=d), [(1, 1), (3, 7), (65, 384), (0, 16), (2, 1000)]),
