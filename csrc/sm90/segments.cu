@@ -73,9 +73,12 @@ __global__ void fill_outside_kernel(uint4* x, int64_t row_vectors, int rows, con
   }
 }
 
-SegmentList segment_list(const TensorView& cu, const TensorView& start, const char* cu_name, const char* start_name, int64_t segments, int64_t rows) {
+SegmentList segment_list(const TensorView& cu, const TensorView& start, const char* cu_name, const char* start_name, int64_t segments, int64_t rows,
+                         const TensorView& first) {
   check_i32(cu, cu_name);
   check_i32(start, start_name);
+  check_same_device(cu, first, cu_name);
+  check_same_device(start, first, start_name);
   check_shape(cu, cu_name, {segments + 1});
   check_shape(start, start_name, {segments + 1});
   TE_CHECK(rows >= 0 && rows <= INT32_MAX, "a tensor of " << rows << " rows is too long; the lists are int32");
@@ -89,8 +92,8 @@ void segment_offsets(TensorView cu_q, TensorView start_q, TensorView cu_kv, Tens
   const Launch l(cu_q);
   const int64_t segments = cu_q.ndim() == 1 ? cu_q.size(0) - 1 : -1;
   TE_CHECK(segments >= 0, "cu_q must be int32[N+1], got " << shape_text(cu_q));
-  const SegmentList q = segment_list(cu_q, start_q, "cu_q", "start_q", segments, rows_q);
-  const SegmentList kv = segment_list(cu_kv, start_kv, "cu_kv", "start_kv", segments, rows_kv);
+  const SegmentList q = segment_list(cu_q, start_q, "cu_q", "start_q", segments, rows_q, cu_q);
+  const SegmentList kv = segment_list(cu_kv, start_kv, "cu_kv", "start_kv", segments, rows_kv, cu_q);
   Strides strides{{}, static_cast<int>(q_strides.size()), static_cast<int>(q_strides.size() + kv_strides.size())};
   TE_CHECK(strides.count <= kMaxStrides, "at most " << kMaxStrides << " strides, got " << strides.count);
   for (int i = 0; i < strides.count; ++i) strides.value[i] = i < strides.of_q ? q_strides[i] : kv_strides[i - strides.of_q];
@@ -101,6 +104,7 @@ void segment_offsets(TensorView cu_q, TensorView start_q, TensorView cu_kv, Tens
   check_shape(offsets, "offsets", {strides.count, segments + 1});
   check_i32(valid, "valid");
   check_shape(valid, "valid", {1});
+  for (const auto& [t, name] : {std::pair{lengths, "lengths"}, {offsets, "offsets"}, {valid, "valid"}}) check_same_device(t, cu_q, name);
   segment_offsets_kernel<<<1, kThreads, 0, l.stream>>>(q, kv, static_cast<int>(segments), equal_lengths != 0, strides, pointer<int>(lengths),
                                                        pointer<int64_t>(offsets), pointer<int>(valid));
   TE_LAUNCHED("segment_offsets");
@@ -114,9 +118,10 @@ void fill_outside(TensorView x, TensorView cu, TensorView start, TensorView vali
   check_contiguous(x, "x");
   const int64_t rows = x.size(0), segments = cu.ndim() == 1 ? cu.size(0) - 1 : -1;
   TE_CHECK(segments >= 0, "cu must be int32[N+1], got " << shape_text(cu));
-  const SegmentList list = segment_list(cu, start, "cu", "start", segments, rows);
+  const SegmentList list = segment_list(cu, start, "cu", "start", segments, rows, x);
   check_i32(valid, "valid");
   check_shape(valid, "valid", {1});
+  check_same_device(valid, x, "valid");
   if (x.numel() == 0) return;
   const int64_t row_bytes = x.numel() / rows * (type == Type::fp32 ? 4 : 2);
   TE_CHECK(row_bytes % 16 == 0 && aligned(pointer<void>(x), 16), "rows of " << row_bytes << " bytes cannot be filled in pieces of 16 bytes");
