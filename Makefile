@@ -1,7 +1,7 @@
 # Everything from a fresh checkout: `make demo` trains llama_tiny in FP8 and checks its curve, `make test` runs the tests.
 # Each target does its own set-up in .venv; needed beforehand: Python 3.12 or later, make and a C++ compiler.
 #
-#   make demo | test | test-slow | lint | wheel | sm90 | clean
+#   make demo | test | test-slow | lint | wheel | cpu | sm90 | clean
 #   make test-gpu PYTHON=python3     on a GPU machine, with the packages that PYTHON already has (no registry is asked)
 #   make sanitize PYTHON=python3     there: our kernels under compute-sanitizer's memcheck and racecheck
 
@@ -20,7 +20,7 @@ CPU_LIBRARY := te_plugin/lib/libte_plugin_cpu.so
 CPU_SOURCES := CMakeLists.txt $(wildcard cmake/*.cmake csrc/include/* csrc/cpu/*)
 PYTEST_ARGS ?=
 
-.PHONY: help demo test test-slow test-gpu sanitize sm90 lint wheel clean python compiler
+.PHONY: help demo test test-slow cpu test-gpu sanitize sm90 lint wheel clean python compiler
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,6p
@@ -47,6 +47,8 @@ $(CPU_LIBRARY): $(CPU_SOURCES) | $(INSTALLED)
 	$(VENV)/bin/cmake -S . -B build/make -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) --log-level=WARNING
 	$(VENV)/bin/cmake --build build/make
 	touch $@
+
+cpu: $(CPU_LIBRARY)
 
 demo: $(CPU_LIBRARY)
 	$(VENV)/bin/te-plugin train recipe=llama_tiny

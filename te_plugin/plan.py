@@ -108,7 +108,7 @@ class Kernel:
 
     entry_points maps a stage ("forward", "backward", ...) to the function exported by the compiled library `library` ("cpu",
     "sm90"); for a kernel that exists in one framework only, `library` is None and the framework's layer knows the name.
-    helpers: (library, function) pairs that such a kernel calls beside its own code.
+    helpers: (library, function) pairs that a kernel calls beside its own code; without them it is not taken either.
     attributes(problem) are the static scalars passed after the tensors.
     composite: written in framework maths, last in the order, and a fallback on a GPU.
     measured: where several measured kernels of an op can run a problem on a GPU, a Tuner may say which is faster.
@@ -360,11 +360,12 @@ def _joined(*notes: str) -> str:
 def _verdict(kernel: Kernel, problem, target: Target) -> Supported | Unsupported:
     answer = kernel.supports(problem, target)
     if answer and target.local:
-        needed = [(kernel.library, name) for name in kernel.entry_points.values()] if kernel.library else kernel.helpers
-        missing = [name for library, name in needed if not ffi.exports(library, name)]
+        own = [(kernel.library, name) for name in kernel.entry_points.values()] if kernel.library else []
+        missing = [(library, name) for library, name in (*own, *kernel.helpers) if not ffi.exports(library, name)]
         if missing:
-            library = needed[0][0]
-            return Unsupported(f"library {library!r} on this machine does not export {', '.join(missing)}; "
+            library = missing[0][0]
+            names = ", ".join(name for of, name in missing if of == library)
+            return Unsupported(f"library {library!r} on this machine does not export {names}; "
                                f"build it (make {library})")
     return answer
 

@@ -2,8 +2,8 @@
 
 A cuDNN graph is built once for every set of shapes and strides and kept. Segment lists stay on the device: `segment_offsets`
 makes of them the lengths and element offsets that the graph reads. cuDNN neither reads nor writes rows outside segments, and
-`fill_outside` zeroes them. Lists that reach outside the tensors are run as empty segments and make every output NaN, because
-reading them on the host would stop the GPU.
+`fill_outside` zeroes them. Lists that reach outside the tensors are run as empty segments (log-sum-exp -inf) and make the output
+and every gradient NaN, because reading them on the host would stop the GPU.
 """
 
 from __future__ import annotations

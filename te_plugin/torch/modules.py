@@ -110,8 +110,9 @@ class LayerNormLinear(nn.Module):
     """RMSNorm, then Linear. Parameters: layer_norm_weight[in], weight[out,in], bias[out] (as Megatron names them).
 
     In FP8 the normed tensor is quantised where it is made (functional.layer_norm_linear); results equal RMSNorm then Linear.
-    forward(x) -> y. forward(x, residual=r) -> (y, h) with h = x + r, which is what is normed; forward(x, return_input=True) ->
-    (y, h) with h = x. Going on with h in place of x, its gradient is added inside RMSNorm's backward.
+    forward(x[...,in]) -> y[...,out]. forward(x, residual=r[...,in]) -> (y, h[...,in]) with h = x + r, which is what is normed;
+    forward(x, return_input=True) -> (y, h) with h = x. Going on with h in place of x, its gradient is added inside RMSNorm's
+    backward.
     """
 
     def __init__(self, in_features: int, out_features: int, eps: float = 1e-5, bias: bool = False, *, precision: str = "bf16",
@@ -144,8 +145,8 @@ class LayerNormMLP(nn.Module):
     In FP8 the whole block is one call (functional.gated_mlp) that quantises each tensor where it is made. fc1 and fc2 hold the
     parameters; they are called one after the other, with the same results, where one of them was replaced, carries a bias or
     has hooks (which only a call would run; FSDP2 gathers the weights of a layer of its own in one).
-    residual and return_input: as in LayerNormLinear. A decoder layer's second half is `out, h = mlp(attention_out, residual=x)`,
-    then `h + out`.
+    forward(x[...,hidden]) -> y[...,hidden]; residual and return_input: as in LayerNormLinear. A decoder
+    layer's second half is `out, h = mlp(attention_out, residual=x)`, then `h + out`.
     """
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, *, precision: str = "bf16", device=None,

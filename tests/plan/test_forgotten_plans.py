@@ -18,6 +18,7 @@ CALLS = {
     "qkv_rope": lambda: tp.qkv_rope(X, POSITIONS, heads=2, kv_heads=1, inv_freq=torch.ones(4)),
     "qkv_rope_quantize": lambda: tp.qkv_rope_quantize(X, POSITIONS, heads=2, kv_heads=1, inv_freq=torch.ones(4)),
     "quantize": lambda: tp.quantize(X),
+    "quantize_many": lambda: tp.quantize_many([X]),
     "grouped_gemm": lambda: tp.grouped_linear(X, torch.randn(1, 32, 32), torch.tensor([16]), "fp32"),
     "norm_quantize": lambda: norm_quantize(X, torch.ones(32), fused_options(QuantizeOptions())),
     "activation_quantize": lambda: swiglu_quantize(X, fused_options(QuantizeOptions())),
