@@ -76,7 +76,7 @@ class Inputs:
 def attention_kernel(inputs: Inputs) -> str:
     """The attention kernel that the plan takes on the device of the inputs."""
     sizes, tokens = inputs.sizes, inputs.x.shape[0]
-    problem = AttentionProblem(tokens, tokens, len(inputs.lengths), sizes.heads, sizes.kv_heads, sizes.dim)
+    problem = AttentionProblem(tokens, tokens, len(inputs.lengths), sizes.heads, sizes.kv_heads, sizes.dim, needs_backward=True)
     return plan(problem, target_of(inputs.x.device)).kernel.name
 
 

@@ -1,6 +1,8 @@
-"""Reasons that several ops share. Each helper returns None when there is nothing to say."""
+"""Reasons that several ops share. Each helper but the last returns None when there is nothing to say."""
 
 from __future__ import annotations
+
+from te_plugin.plan import Supported, Target, Unsupported
 
 FLOAT_DTYPES = ("fp32", "bf16", "fp16")
 
@@ -17,3 +19,12 @@ def wrong_dtype(dtype: str, *allowed: str) -> str | None:
 
 def first_reason(*reasons: str | None) -> str | None:
     return next((reason for reason in reasons if reason), None)
+
+
+def pointwise_maths(problem, target: Target) -> Supported | Unsupported:
+    """`supports` of the composite kernels that compute in FP32 whatever the dtype of their tensors."""
+    reason = first_reason(
+        "has no JAX form: XLA fuses plain jax.numpy at least as well" if target.framework == "jax" else None,
+        wrong_dtype(problem.dtype, *FLOAT_DTYPES),
+    )
+    return Unsupported(reason) if reason else Supported("framework maths")

@@ -9,6 +9,7 @@ from te_plugin.ops.activation.problem import ActivationProblem
 from te_plugin.ops.loss.problem import LossProblem
 from te_plugin.ops.norm.problem import NormProblem
 from te_plugin.ops.rope.problem import RopeProblem
+from te_plugin.plan import PlanError
 from te_plugin.torch import cross_entropy, rms_norm, rope, swiglu
 
 from .reference import rounded
@@ -253,3 +254,14 @@ def test_shapes_that_do_not_fit_are_refused_with_both_sizes():
         rope(torch.zeros(2, 1, 4), torch.zeros(2, dtype=torch.int32), inv_freq=torch.zeros(2), cu_seqlens=torch.tensor([0, 2]))
     with pytest.raises(ValueError, match="leading dimensions"):
         cross_entropy(torch.zeros(2, 4), torch.zeros(3, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("call", [
+    lambda x: rms_norm(x, torch.ones(4, dtype=x.dtype)),
+    swiglu,
+    lambda x: rope(x[:, None], torch.arange(2), inv_freq=torch.ones(2)),
+    lambda x: cross_entropy(x, torch.arange(2)),
+], ids=["rms_norm", "swiglu", "rope", "cross_entropy"])  # fmt: skip
+def test_float64_is_refused_where_float32_would_be_computed(call):
+    with pytest.raises(PlanError, match="composite: takes fp32, bf16, fp16, not fp64"):
+        call(torch.ones(2, 4, dtype=torch.float64))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from te_plugin.ops.activation.problem import ActivationProblem
-from te_plugin.ops.checks import FLOAT_DTYPES, first_reason, wrong_arch, wrong_dtype
+from te_plugin.ops.checks import FLOAT_DTYPES, first_reason, pointwise_maths, wrong_arch, wrong_dtype
 from te_plugin.plan import Kernel, Supported, Target, Unsupported, register
 
 
@@ -27,10 +27,4 @@ def _sm90_supports(problem: ActivationProblem, target: Target) -> Supported | Un
 SM90 = register(Kernel(name="sm90", op="activation", supports=_sm90_supports, library="sm90", entry_points=CPU.entry_points))
 
 
-def _composite_supports(problem: ActivationProblem, target: Target) -> Supported | Unsupported:
-    if target.framework == "jax":
-        return Unsupported("has no JAX form: XLA fuses plain jax.numpy at least as well")
-    return Supported("framework maths")
-
-
-COMPOSITE = register(Kernel(name="composite", op="activation", supports=_composite_supports, composite=True))
+COMPOSITE = register(Kernel(name="composite", op="activation", supports=pointwise_maths, composite=True))

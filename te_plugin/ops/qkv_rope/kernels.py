@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from te_plugin.ops.checks import FLOAT_DTYPES, first_reason, wrong_arch, wrong_dtype
+from te_plugin.ops.checks import FLOAT_DTYPES, first_reason, pointwise_maths, wrong_arch, wrong_dtype
 from te_plugin.ops.fused_checks import SEPARATE, separate_supports
 from te_plugin.ops.qkv_rope.problem import LAYOUT_CODE, QkvRopeProblem
 from te_plugin.ops.rope.kernels import SM90_MAX_HEAD_DIM
@@ -32,8 +32,4 @@ SM90 = register(Kernel(name="sm90", op="qkv_rope", supports=_sm90_supports, libr
 SEPARATELY = register(Kernel(name=SEPARATE, op="qkv_rope", supports=partial(separate_supports, fallback="error")))
 
 
-def _composite_supports(problem: QkvRopeProblem, target: Target) -> Supported | Unsupported:
-    return Unsupported("is wired for torch only") if target.framework == "jax" else Supported("framework maths")
-
-
-COMPOSITE = register(Kernel(name="composite", op="qkv_rope", supports=_composite_supports, composite=True))
+COMPOSITE = register(Kernel(name="composite", op="qkv_rope", supports=pointwise_maths, composite=True))
