@@ -15,7 +15,10 @@ from te_plugin.torch.state import LinearState
 
 @dataclass(frozen=True)
 class RefreshReport:
-    """Names of the layers whose weight was quantised, and of those left to their own forward, with the reason."""
+    """Names of the layers whose weight was quantised, and of those left to their own forward, with the reason.
+
+    In a list of models they begin with the place in the list.
+    """
 
     quantised: tuple[str, ...]
     left: dict[str, str]
@@ -66,8 +69,8 @@ def _refresh(model: nn.Module | Iterable[nn.Module]) -> RefreshReport:
 def _fp8_layers(model: nn.Module | Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Every layer with FP8 state, once."""
     seen = set()
-    for root in [model] if isinstance(model, nn.Module) else model:
-        for name, module in root.named_modules():
+    for place, root in [("", model)] if isinstance(model, nn.Module) else ((str(i), part) for i, part in enumerate(model)):
+        for name, module in root.named_modules(prefix=place):
             state, weight = getattr(module, "state", None), getattr(module, "weight", None)
             if isinstance(state, LinearState) and isinstance(weight, torch.Tensor) and id(state) not in seen:
                 seen.add(id(state))

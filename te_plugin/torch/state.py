@@ -36,6 +36,15 @@ class DelayedScaling(nn.Module):
         self.register_buffer("seen", torch.zeros(3, dtype=torch.float32, device=device))
         self.register_buffer("fresh", torch.ones(3, dtype=torch.float32, device=device), persistent=False)
 
+    def _apply(self, fn, recurse=True):
+        """model.to(torch.bfloat16) moves and casts the model; the buffers go to its device and stay FP32."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in self._buffers.items():
+            if buffer.dtype != torch.float32:
+                self._buffers[name] = before[name].to(buffer.device)
+        return self
+
     def format(self, operand: int) -> numerics.Fp8Format:
         return self.scaling.gradient_format if operand == 2 else self.scaling.forward_format
 

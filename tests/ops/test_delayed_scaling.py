@@ -126,3 +126,18 @@ def test_wrong_choices_are_refused():
         DelayedScaling(KIND, amax_compute="mean")
     with pytest.raises(ValueError, match="needs no FP8 state|do nothing"):
         Linear(16, 16, precision="bf16", history_len=4)
+
+
+@pytest.mark.parametrize("cast", [lambda m: m.bfloat16(), lambda m: m.to(torch.float16), lambda m: m.double().float().half()],
+                         ids=["bfloat16", "to", "twice"])  # fmt: skip
+def test_casting_a_model_leaves_its_scales_and_histories_in_float32(cast):
+    layer = Linear(32, 32, precision="fp8_delayed")
+    layer(torch.randn(16, 32)).sum().backward()
+    advance_scaling(layer)
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    cast(layer)
+    assert layer.weight.dtype != torch.float32
+    for name, buffer in layer.named_buffers():
+        assert buffer.dtype == torch.float32 and torch.equal(buffer, before[name]), name
+    layer(torch.randn(16, 32, dtype=layer.weight.dtype)).sum().backward()
+    assert all(buffer.is_meta for buffer in layer.to("meta").buffers())

@@ -139,7 +139,9 @@ def test_what_is_left_to_the_forward_is_named():
     assert "has not trained yet" in report.left["0"] and "weight_cache=False" in report.left["1"]
     net(torch.ones(16, 64)).sum().backward()
     tp.advance_scaling(net)
-    assert tp.refresh_weights(iter(net)).quantised == ("",)  # a list of layers: the name is that inside each of them
+    assert list(tp.refresh_weights([uncached, tp.Linear(64, 64), tp.LayerNormMLP(128, 128, precision="fp8_block")]).left) == [
+        "0", "2.fc1", "2.fc2"]
+    assert tp.refresh_weights(iter(net)).quantised == ("0",)
 
 
 def test_sharded_weights_are_left_to_the_forward():
