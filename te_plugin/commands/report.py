@@ -46,11 +46,13 @@ def plan_rows(cfg: Config) -> list[Row]:
 
 def _plan_row(cfg: Config, label: str, problem, target: Target) -> Row:
     kernel = cfg.attention.kernel if problem.op == "attention" else "auto"
+    asked = None if kernel == "auto" else kernel
     try:
         made = plan(problem, target, kernel, cfg.run.fallback)
     except PlanError as error:
-        return Row(label, problem, None, reasons(problem, target), str(error))
-    return Row(label, problem, made, made.rejected if kernel == "auto" else reasons(problem, target, asked=kernel))
+        return Row(label, problem, None, reasons(problem, target, asked), str(error))
+    rejected = made.rejected if asked is None else tuple(row for row in reasons(problem, target, asked) if row[0] != asked)
+    return Row(label, problem, made, rejected)
 
 
 def plan_target(cfg: Config) -> Target:
@@ -64,15 +66,13 @@ def plan_target(cfg: Config) -> Target:
 
 
 def reasons(problem, target: Target, asked: str | None = None) -> tuple[tuple[str, str], ...]:
-    """(kernel, why it is not taken) for every kernel but the one that was asked for."""
+    """(kernel, why it is not taken), as if none was; asked: the one kernel that was asked for by name."""
     found = []
     for kernel in registered(problem.op):
-        if kernel.name == asked:
-            continue
         answer = kernel.supports(problem, target)
         if not answer:
             why = answer.reason
-        elif asked is not None:
+        elif asked not in (None, kernel.name):
             why = f"kernel={asked} was asked for"
         else:
             why = "framework maths is a fallback on a GPU and run.fallback=error"

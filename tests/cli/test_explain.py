@@ -88,6 +88,11 @@ def test_a_kernel_asked_for_by_name_explains_the_others_too(explain):
     assert code == 0 and "cpu: kernel=composite was asked for" in out
 
 
+def test_a_kernel_that_could_run_is_left_out_because_another_was_asked_for(explain):
+    code, out, _ = explain(TINY, "target=cpu", "attention.kernel=cudnn")
+    assert code == 1 and "cudnn: runs on sm90, not on cpu" in out and "cpu: kernel=cudnn was asked for" in out
+
+
 @pytest.mark.parametrize("kernel", ["cudnn", "flash", "composite", "cpu"])
 def test_only_a_kernel_with_a_dq_accumulator_describes_one(kernel):
     found = {made.name: made for made in registered("attention")}[kernel]
