@@ -5,6 +5,7 @@ Each op: a plan by shape, a compiled forward and backward, and framework maths w
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +47,7 @@ def _composite(chosen: Plan, stage: str) -> bool:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, x.shape[-1]).contiguous()
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
 
 
 # RMSNorm -------------------------------------------------------------------------------------------------------------------

@@ -265,3 +265,16 @@ def test_shapes_that_do_not_fit_are_refused_with_both_sizes():
 def test_float64_is_refused_where_float32_would_be_computed(call):
     with pytest.raises(PlanError, match="composite: takes fp32, bf16, fp16, not fp64"):
         call(torch.ones(2, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("eps", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("kernel", ["auto", "composite"])
+def test_an_eps_that_makes_no_sense_is_refused_by_every_kernel(kernel, eps):
+    with pytest.raises(ValueError, match="must be finite and at least 0"):
+        rms_norm(torch.ones(2, 4), torch.ones(4), eps, kernel=kernel)
+
+
+def test_rows_without_columns_are_legal():
+    x = torch.ones(3, 0)
+    y, h = rms_norm(x, torch.ones(0), residual=x)
+    assert y.shape == h.shape == swiglu(x).shape == (3, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,3 +23,7 @@ class NormProblem:
     dtype: str = "bf16"
     eps: float = 1e-5
     needs_backward: bool = True
+
+    def __post_init__(self):
+        if not (math.isfinite(self.eps) and self.eps >= 0):
+            raise ValueError(f"eps={self.eps} must be finite and at least 0; 1e-5 is what llama takes")

@@ -30,7 +30,7 @@ class NormQuantizeProblem:
     delayed: bool = False
 
     def __post_init__(self):
-        self.parts()  # their ValueErrors name a wrong format or granularity
+        self.parts()  # their ValueErrors name a wrong eps, format or granularity
 
     def parts(self) -> tuple[tuple[str, NormProblem | QuantizeProblem], ...]:
         """(name, problem) of the two ops that this one joins."""
