@@ -1,4 +1,4 @@
-// gemm_fp8, gemm_fp8_tile, gemm_bf16, grouped_gemm_fp8, grouped_gemm_fp8_wgrad, grouped_gemm, grouped_gemm_wgrad: checks and dispatch.
+// gemm_fp8, gemm_fp8_tile, gemm_bf16, grouped_gemm_fp8, grouped_gemm_fp8_wgrad, grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad: checks and dispatch.
 //
 // scale_kind: 0 tensor x tensor (scale_a[1], scale_b[1]; grouped: scale_b[E] or [1]), 1 row x row (scale_a[M], scale_b[N]; grouped
 // scale_b[E, N]), 2 block 1x128 x 128x128 (scale_a[M, K/128], scale_b[N/128, K/128], grouped with E in front), 3 block 1x128 x
@@ -21,6 +21,7 @@ TE_GEMM_DECLARE(bf16, dense, epilogue)
 TE_GEMM_DECLARE(e4m3_e4m3, ragged_m, epilogue)
 TE_GEMM_DECLARE(e5m2_e4m3, ragged_m, epilogue)
 TE_GEMM_DECLARE(bf16, ragged_m, epilogue)
+TE_GEMM_DECLARE(bf16_b_mn, ragged_m, epilogue)
 TE_GEMM_DECLARE(e4m3_e4m3, ragged_m, block_b)
 TE_GEMM_DECLARE(e4m3_e4m3, ragged_k, epilogue)
 TE_GEMM_DECLARE(e5m2_e4m3, ragged_k, epilogue)
@@ -37,6 +38,7 @@ struct Problem {
   bool fp8;
   int64_t format_a = kE4M3, scale_kind = -1;
   int64_t M, N, K, groups = 1;
+  bool b_as_k_by_n = false;  // ragged_m, bf16: b is [E, K, N] in memory
 };
 
 void check_output(const TensorView& c, bool accumulate) {
@@ -135,7 +137,9 @@ void run(const Launch& l, const Problem& p, const TensorView& a, const TensorVie
   const bool mn = !p.fp8 && p.mode == Mode::ragged_k;
   const int64_t rows_b = p.mode == Mode::ragged_m ? p.groups * p.N : p.N;
   const CUtensorMap map_a = mn ? operand_map(pointer<void>(a), p.K, p.M, 64, element, "a") : operand_map(pointer<void>(a), p.M, p.K, bm / kCluster, element, "a");
-  const CUtensorMap map_b = mn ? operand_map(pointer<void>(b), p.K, p.N, 64, element, "b") : operand_map(pointer<void>(b), rows_b, p.K, kBlockN, element, "b");
+  const CUtensorMap map_b = p.b_as_k_by_n ? operand_map(pointer<void>(b), p.K, p.N, 64, element, "b", p.groups)
+                            : mn          ? operand_map(pointer<void>(b), p.K, p.N, 64, element, "b")
+                                          : operand_map(pointer<void>(b), rows_b, p.K, kBlockN, element, "b");
   const int64_t pairs = ceil_div(p.N, kBlockN * kCluster);
   const int64_t row_tiles = ceil_div(p.M, bm) + (p.mode == Mode::ragged_m ? p.groups + 1 : 0);  // each group may end inside a tile
   const int64_t tiles = row_tiles * pairs * (p.mode == Mode::ragged_k ? p.groups : 1);
@@ -154,7 +158,8 @@ void run(const Launch& l, const Problem& p, const TensorView& a, const TensorVie
     else if (e5m2) call(run_gemm<O::e5m2_e4m3, Mode::dense, S::epilogue>);
     else call(run_gemm<O::e4m3_e4m3, Mode::dense, S::epilogue>);
   } else if (p.mode == Mode::ragged_m) {
-    if (!p.fp8) call(run_gemm<O::bf16, Mode::ragged_m, S::epilogue>);
+    if (p.b_as_k_by_n) call(run_gemm<O::bf16_b_mn, Mode::ragged_m, S::epilogue>);
+    else if (!p.fp8) call(run_gemm<O::bf16, Mode::ragged_m, S::epilogue>);
     else if (p.scale_kind == kBlockA_BlockB) call(run_gemm<O::e4m3_e4m3, Mode::ragged_m, S::block_b>);
     else if (e5m2) call(run_gemm<O::e5m2_e4m3, Mode::ragged_m, S::epilogue>);
     else call(run_gemm<O::e4m3_e4m3, Mode::ragged_m, S::epilogue>);
@@ -238,6 +243,20 @@ void grouped_gemm(TensorView a, TensorView b, TensorView group_sizes, TensorView
   run(l, p, a, b, nullptr, nullptr, &group_sizes, y, false);
 }
 
+// dy[M,N] bf16, rows in E groups; w[E,N,K] bf16 as the forward has it -> dx[M,K]; rows past the last group become 0.
+void grouped_gemm_dgrad(TensorView dy, TensorView w, TensorView group_sizes, TensorView dx) {
+  const Launch l(dy);
+  check_matrix(dy, "dy", 2);
+  check_matrix(w, "w", 3);
+  TE_CHECK(is_bf16(dy) && is_bf16(w), "dy and w must be bfloat16");
+  Problem p{Mode::ragged_m, false, kE4M3, -1, dy.size(0), w.size(2), dy.size(1), w.size(0), true};
+  check_shape(w, "w", {p.groups, p.K, p.N});
+  check_shape(dx, "dx", {p.M, p.N});
+  check_k(p.K, 8, "N");
+  check_k(p.N, 8, "K");
+  run(l, p, dy, w, nullptr, nullptr, &group_sizes, dx, false);
+}
+
 // Transposed copies dy_t[N,M], x_t[K,M] FP8, tokens (columns) in E groups -> dw[E,N,K] fp32 or bf16.
 void grouped_gemm_fp8_wgrad(TensorView dy_t, TensorView x_t, TensorView scale_dy, TensorView scale_x, TensorView group_sizes, TensorView dw,
                             int64_t format_dy, int64_t format_x, int64_t scale_kind, int64_t accumulate) {
@@ -278,5 +297,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(gemm_fp8_tile, te::gemm_fp8_tile);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gemm_bf16, te::gemm_bf16);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_gemm_fp8, te::grouped_gemm_fp8);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_gemm, te::grouped_gemm);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_gemm_dgrad, te::grouped_gemm_dgrad);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_gemm_fp8_wgrad, te::grouped_gemm_fp8_wgrad);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_gemm_wgrad, te::grouped_gemm_wgrad);

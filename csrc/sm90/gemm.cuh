@@ -23,7 +23,7 @@ namespace te {
 template <Operands OPS, Mode MODE, Scaling SCALING, int WAVES>
 struct GemmShape {
   static constexpr bool kFp8 = OPS == Operands::e4m3_e4m3 || OPS == Operands::e5m2_e4m3;
-  static constexpr bool kMn = OPS == Operands::bf16_mn;
+  static constexpr bool kMnA = OPS == Operands::bf16_mn, kMnB = kMnA || OPS == Operands::bf16_b_mn;
   static constexpr int kBlockM = 128 * WAVES;
   static constexpr int kBlockK = kFp8 ? 128 : 64;
   static constexpr int kStages = WAVES == 2 ? 4 : 6;
@@ -41,7 +41,8 @@ __device__ __forceinline__ void multiply(float (&d)[64], uint64_t a, uint64_t b,
   if constexpr (OPS == Operands::e4m3_e4m3) ptx::wgmma_e4m3_e4m3(d, a, b, add);
   else if constexpr (OPS == Operands::e5m2_e4m3) ptx::wgmma_e5m2_e4m3(d, a, b, add);
   else if constexpr (OPS == Operands::bf16) ptx::wgmma_bf16(d, a, b, add);
-  else ptx::wgmma_bf16_mn(d, a, b, add);
+  else if constexpr (OPS == Operands::bf16_mn) ptx::wgmma_bf16_mn(d, a, b, add);
+  else ptx::wgmma_bf16_b_mn(d, a, b, add);
 }
 
 // Zeroes what lies outside bytes [low, high) of K of a K-major tile, or outside rows [low, high) of an MN-major one.
@@ -118,7 +119,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
     gemm_kernel(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, const __grid_constant__ GemmArgs p) {
   using Shape = GemmShape<OPS, MODE, SCALING, WAVES>;
   constexpr int kStages = Shape::kStages, BM = Shape::kBlockM, BK = Shape::kBlockK;
-  constexpr bool kMn = Shape::kMn, kBlockScales = SCALING != Scaling::epilogue;
+  constexpr bool kMnA = Shape::kMnA, kMnB = Shape::kMnB, kBlockScales = SCALING != Scaling::epilogue;
   constexpr bool kOddFirst = MODE == Mode::dense;  // the compiler then puts a sum and its product into different register banks
   using Chunk = ScaleChunk<SCALING, BM>;
 
@@ -167,17 +168,24 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
           ptx::barrier_wait(empty + ring.at, ring.phase ^ 1);
           ptx::barrier_arrive_expect(full + ring.at, Shape::kBytesA + Shape::kBytesB);
           uint8_t *a = smem_a + ring.at * Shape::kBytesA, *b = smem_b + ring.at * Shape::kBytesB;
-          if constexpr (kMn) {
+          if constexpr (kMnA) {
 #pragma unroll
             for (int i = 0; i < BM / 64 / kCluster; ++i) {
               const int box = rank * (BM / 64 / kCluster) + i;
               ptx::tma_load_2d_multicast(a + box * 8192, &map_a, full + ring.at, t.row0 + box * 64, k * BK, (1 << kCluster) - 1);
             }
-#pragma unroll
-            for (int i = 0; i < kBlockN / 64; ++i) ptx::tma_load_2d(b + i * 8192, &map_b, full + ring.at, t.col0 + i * 64, k * BK);
           } else {
             constexpr int kPart = BM / kCluster;
             ptx::tma_load_2d_multicast(a + rank * kPart * kStageBytesK, &map_a, full + ring.at, k * BK, t.row0 + rank * kPart, (1 << kCluster) - 1);
+          }
+          if constexpr (kMnB) {
+#pragma unroll
+            for (int i = 0; i < kBlockN / 64; ++i) {
+              // Of one group: a box past its K brings zeros, not the values of the next group.
+              if constexpr (MODE == Mode::ragged_m) ptx::tma_load_3d(b + i * 8192, &map_b, full + ring.at, t.col0 + i * 64, k * BK, t.group);
+              else ptx::tma_load_2d(b + i * 8192, &map_b, full + ring.at, t.col0 + i * 64, k * BK);
+            }
+          } else {
             ptx::tma_load_2d(b, &map_b, full + ring.at, k * BK, b_row);
           }
         }
@@ -218,7 +226,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
         auto step = [&](int k, auto first, auto last) {
           ptx::barrier_wait(full + ring.at, ring.phase);
           uint8_t *a = smem_a + ring.at * Shape::kBytesA, *b = smem_b + ring.at * Shape::kBytesB;
-          if constexpr (first.value || last.value) mask_stage<MODE, BK, BM, kMn, 1>(a, b, t, k);
+          if constexpr (first.value || last.value) mask_stage<MODE, BK, BM, kMnA, 1>(a, b, t, k);
           const uint64_t desc_b = ptx::wgmma_descriptor(b);
           const float* chunk = chunks + scale_ring.at * Chunk::kFloats;
           const int in_chunk = k % kChunkK;
@@ -277,18 +285,19 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kGemmThreads,
         for (int k = t.k0; k < t.k1; ++k, ring.advance()) {
           ptx::barrier_wait(full + ring.at, ring.phase);
           uint8_t *a = smem_a + ring.at * Shape::kBytesA, *b = smem_b + ring.at * Shape::kBytesB;
-          mask_stage<MODE, BK, BM, kMn, kMn ? 1 : 2>(a, b, t, k);
-          const uint64_t desc_b = kMn ? ptx::wgmma_descriptor_mn(b) : ptx::wgmma_descriptor(b);
-          constexpr int kStep = kMn ? 128 : 2;  // 16 rows of 128 bytes, or 32 bytes of a row, in units of 16 bytes
+          mask_stage<MODE, BK, BM, kMnA, kMnA ? 1 : 2>(a, b, t, k);
+          const uint64_t desc_b = kMnB ? ptx::wgmma_descriptor_mn(b) : ptx::wgmma_descriptor(b);
+          // 16 rows of 128 bytes, or 32 bytes of a row, in units of 16 bytes.
+          constexpr int kStepA = kMnA ? 128 : 2, kStepB = kMnB ? 128 : 2;
 #pragma unroll
           for (int w = 0; w < WAVES; ++w) ptx::pin(sum[w]);
           ptx::wgmma_fence();
 #pragma unroll
           for (int w = 0; w < WAVES; ++w) {
             const uint8_t* rows = a + (w * 2 + g) * 64 * 128;
-            const uint64_t desc_a = kMn ? ptx::wgmma_descriptor_mn(rows) : ptx::wgmma_descriptor(rows);
+            const uint64_t desc_a = kMnA ? ptx::wgmma_descriptor_mn(rows) : ptx::wgmma_descriptor(rows);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) multiply<OPS>(sum[w], desc_a + i * kStep, desc_b + i * kStep, true);
+            for (int i = 0; i < 4; ++i) multiply<OPS>(sum[w], desc_a + i * kStepA, desc_b + i * kStepB, true);
           }
           ptx::wgmma_commit();
           ptx::wgmma_wait<1>();

@@ -6,7 +6,8 @@
 
 namespace te {
 
-enum class Operands : int { e4m3_e4m3, e5m2_e4m3, bf16, bf16_mn };  // bf16_mn: A is [K, M], B is [K, N] in memory
+// bf16_mn: A is [K, M] and B [K, N] in memory. bf16_b_mn: B alone, of every group [K, N].
+enum class Operands : int { e4m3_e4m3, e5m2_e4m3, bf16, bf16_mn, bf16_b_mn };
 enum class Mode : int { dense, ragged_m, ragged_k };
 // Where scales are applied. epilogue: tensor or row scales (or none). block_b: A 1x128, B 128x128. block_ab: both 1x128.
 enum class Scaling : int { epilogue, block_b, block_ab };

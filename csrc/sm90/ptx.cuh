@@ -71,6 +71,11 @@ __device__ __forceinline__ void tma_load_2d(void* dst, const CUtensorMap* map, u
                "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y)
                : "memory");
 }
+__device__ __forceinline__ void tma_load_3d(void* dst, const CUtensorMap* map, uint64_t* bar, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(dst)),
+               "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
 // The same box into the same place of every block of the cluster whose bit is set in `blocks`.
 __device__ __forceinline__ void tma_load_2d_multicast(void* dst, const CUtensorMap* map, uint64_t* bar, int x, int y, uint16_t blocks) {
   asm volatile(
@@ -152,5 +157,6 @@ TE_WGMMA_M64N128(wgmma_e4m3_e4m3, "m64n128k32.f32.e4m3.e4m3", "")
 TE_WGMMA_M64N128(wgmma_e5m2_e4m3, "m64n128k32.f32.e5m2.e4m3", "")
 TE_WGMMA_M64N128(wgmma_bf16, "m64n128k16.f32.bf16.bf16", ", 0, 0")
 TE_WGMMA_M64N128(wgmma_bf16_mn, "m64n128k16.f32.bf16.bf16", ", 1, 1")
+TE_WGMMA_M64N128(wgmma_bf16_b_mn, "m64n128k16.f32.bf16.bf16", ", 0, 1")
 
 }  // namespace te::ptx

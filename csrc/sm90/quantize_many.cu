@@ -53,7 +53,7 @@ void quantize_many(Tensors x, Tensors scale, Tensors data, Tensors scale_inv, Te
     }
     one.x = pointer<const void>(t);
     one.vec = rows_are_vectors(one.x, one.q.C, one.stride, size);
-    if (i % ManyTable::kMost == 0) tables.emplace_back();
+    if (i % ManyTable::kMost == 0) tables.emplace_back().transposed = !data_t.empty();
     tables.back().add(one);
   }
   for (const ManyTable& table : tables) {

@@ -18,6 +18,7 @@ struct ManyTensor {
 struct ManyTable {
   static constexpr int kMost = 256;
 
+  bool transposed = false;  // every tensor has a transposed copy (an empty tensor's pointers say nothing)
   int count = 0;
   int first[kMost + 1] = {};  // first[e]: tiles of the tensors before e; first[count]: of all
   ManyTensor tensors[kMost];
@@ -59,8 +60,8 @@ __global__ void prepare_many_kernel(const __grid_constant__ ManyTable table, int
   const QuantArgs& q = table.tensors[blockIdx.x].q;
   float *a = static_cast<float*>(q.scale_inv), *b = static_cast<float*>(q.scale_inv_t);
   if (threadIdx.x < 2) q.stats[threadIdx.x] = 0.f;
-  if (granularity == kRow) fill(0.f, a, q.R, b, q.data_t ? q.C : 0);
-  else if (granularity == kTensor && (q.R == 0 || q.C == 0)) fill(empty_scale_inv(q.scale), a, 1, b, q.data_t ? 1 : 0);
+  if (granularity == kRow) fill(0.f, a, q.R, b, table.transposed ? q.C : 0);
+  else if (granularity == kTensor && (q.R == 0 || q.C == 0)) fill(empty_scale_inv(q.scale), a, 1, b, table.transposed ? 1 : 0);
 }
 
 // Statistics of every tensor; with row scaling also the maxima of its rows and columns, where their scales will be. Persistent.
@@ -125,12 +126,12 @@ template <int FMT>
 __global__ void finish_many_kernel(const __grid_constant__ ManyTable table) {
   const QuantArgs& q = table.tensors[blockIdx.x].q;
   finish_scales<FMT>(threadIdx.x, blockDim.x, static_cast<uint32_t*>(q.scale_inv), q.R, static_cast<uint32_t*>(q.scale_inv_t),
-                     q.data_t ? q.C : 0, q.pow2);
+                     table.transposed ? q.C : 0, q.pow2);
 }
 
 template <typename T, int FMT, int MODE>
 void launch_casts(const Context& l, const ManyTable& table, unsigned grid) {
-  if (table.tensors[0].q.data_t) quantize_many_kernel<T, FMT, MODE, true><<<grid, kQuantThreads, 0, l.stream>>>(table);
+  if (table.transposed) quantize_many_kernel<T, FMT, MODE, true><<<grid, kQuantThreads, 0, l.stream>>>(table);
   else quantize_many_kernel<T, FMT, MODE, false><<<grid, kQuantThreads, 0, l.stream>>>(table);
 }
 

@@ -248,9 +248,9 @@ def _maxtext(cfg: Config) -> Iterator[str]:
         yield f"moe.grouped_gemm=false {here}: experts run as one grouped GEMM; set it to true"
     if moe.num_experts and moe.aux_loss_coeff:
         yield f"moe.aux_loss_coeff={moe.aux_loss_coeff} {here}: MaxText's balancing loss counts padding; set it to 0"
-    if moe.num_experts and numerics.scaling(precision.name) and precision.name != "fp8_current":
-        yield (f"precision={precision.name} with moe.num_experts={moe.num_experts} {here}: experts run in bf16 or fp8_current; "
-               f"choose one of them")
+    if moe.num_experts and precision.name in ("fp8_delayed", "mxfp8"):
+        yield (f"precision={precision.name} with moe.num_experts={moe.num_experts} {here}: experts run in bf16, fp8_current, "
+               f"fp8_rowwise or fp8_block; choose one of them")
     if cfg.run.threads is not None:
         yield (f"run.threads={cfg.run.threads} {here}: XLA takes the processors that the process may use; leave it out and start "
                f"the run under taskset")

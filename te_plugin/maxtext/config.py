@@ -121,10 +121,10 @@ def _quantization_problems(config):
             f"all but one microbatch; set gradient_accumulation_steps=1, or use te_plugin_fp8_current"
         )
     if config.num_experts > 1:
-        if precision not in ("bf16", "fp8_current"):
+        if precision in ("fp8_delayed", "mxfp8"):
             yield (
-                f"quantization={value} with num_experts={config.num_experts}: experts run in te_plugin_no_quant or "
-                f"te_plugin_fp8_current; choose one of those"
+                f"quantization={value} with num_experts={config.num_experts}: experts run in te_plugin_no_quant, "
+                f"te_plugin_fp8_current, te_plugin_fp8_rowwise or te_plugin_fp8_block; choose one of those"
             )
         if not config.sparse_matmul or not config.megablox or config.use_tokamax_gmm:
             yield (

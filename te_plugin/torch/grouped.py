@@ -58,8 +58,7 @@ class _PlainGroupedLinear(torch.autograd.Function):
         o, dy = ctx.o, dy.contiguous()
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            w_t = weight.detach().transpose(1, 2).contiguous()
-            dx = torch.ops.te_plugin.grouped_gemm(dy, w_t, group_sizes, o.product("dgrad"))
+            dx = torch.ops.te_plugin.grouped_gemm_dgrad(dy, weight.detach(), group_sizes, o.product("dgrad"))
         if ctx.needs_input_grad[1]:
             if o.accumulate_main_grad:
                 torch.ops.te_plugin.grouped_gemm_wgrad_accumulate(dy, x, group_sizes, weight.main_grad, o.product("wgrad"))

@@ -72,6 +72,16 @@ def _rows(x, weight, group_sizes, options: str):
     return _run_rows(chosen, x, weight, group_sizes)
 
 
+def _dgrad(dy, weight, group_sizes, options: str):
+    """dx[M,K] = dy[M,N] times weight[e][N,K]."""
+    chosen = _plan(dy.shape[0], weight.shape[2], weight.shape[1], weight.shape[0], dtype_name(dy), dy.device, options)
+    if "dgrad" not in chosen.kernel.entry_points:
+        return _run_rows(chosen, dy, weight.transpose(1, 2).contiguous(), group_sizes)
+    dx = torch.empty((dy.shape[0], weight.shape[2]), dtype=dy.dtype, device=dy.device)
+    launch(chosen, "dgrad", dy, weight, group_sizes, dx)
+    return dx
+
+
 def _wgrad_into(dy, x, group_sizes, dw, options: str, accumulate: bool) -> None:
     chosen = _plan(x.shape[0], dy.shape[1], x.shape[1], dw.shape[0], dtype_name(x), x.device, options)
     _run_wgrad(chosen, dy, x, group_sizes, dw, accumulate)
@@ -85,6 +95,8 @@ def _wgrad(dy, x, group_sizes, groups: int, options: str):
 
 define("grouped_gemm(Tensor x, Tensor weight, Tensor group_sizes, str options) -> Tensor", _rows,
        lambda x, weight, group_sizes, options: x.new_empty((x.shape[0], weight.shape[1])))
+define("grouped_gemm_dgrad(Tensor dy, Tensor weight, Tensor group_sizes, str options) -> Tensor", _dgrad,
+       lambda dy, weight, group_sizes, options: dy.new_empty((dy.shape[0], weight.shape[2])))
 define("grouped_gemm_wgrad(Tensor dy, Tensor x, Tensor group_sizes, SymInt groups, str options) -> Tensor", _wgrad,
        lambda dy, x, group_sizes, groups, options: x.new_empty((groups, dy.shape[1], x.shape[1]), dtype=torch.float32))
 define("grouped_gemm_wgrad_accumulate(Tensor dy, Tensor x, Tensor group_sizes, Tensor(a!) dw, str options) -> ()",

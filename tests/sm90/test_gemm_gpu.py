@@ -130,6 +130,27 @@ def test_grouped_rows(kind, sizes, dtype):
         assert not c[starts[-1] :].any()
 
 
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+@pytest.mark.parametrize("n,k", [(192, 136), (72, 520), (1048, 264)])
+def test_grouped_dgrad_takes_the_weight_of_the_forward(n, k, sizes):
+    """n is not always a multiple of what a stage holds: the next group's weight, NaN here for empty groups, must stay out."""
+    groups, m = len(sizes), sum(sizes) + 21
+    starts = np.cumsum([0, *sizes])
+    dy, w = gpu.cuda(rough(m, n, 6)).bfloat16(), gpu.cuda(rough(groups * n, k, 7)).bfloat16().view(groups, n, k)
+    dy64, w64 = dy.double().cpu().numpy(), w.double().cpu().numpy()
+    want = np.zeros((m, k))
+    for e in range(groups):
+        want[starts[e] : starts[e + 1]] = dy64[starts[e] : starts[e + 1]] @ w64[e]
+    dy[starts[-1] :] = float("nan")
+    for e in range(groups):
+        if sizes[e] == 0:
+            w[e] = float("nan")
+    dx = gpu.poisoned((m, k), torch.bfloat16)
+    gpu.call("grouped_gemm_dgrad", dy, w, gpu.cuda(np.array(sizes, np.int32)), dx)
+    assert reference.relative_error(dx.double().cpu(), want) < BF16_BOUND
+    assert not dx[starts[-1] :].any()
+
+
 WGRAD_SPLITS = SPLITS + [[128, 0, 384], [5, 300, 1000, 0, 30]]
 
 

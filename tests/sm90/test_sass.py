@@ -22,6 +22,7 @@ INSTRUCTION = {
     1: "QGMMA.64x128x32.F32.E5M2.E4M3",
     2: "HGMMA.64x128x16.F32.BF16",
     3: "HGMMA.64x128x16.F32.BF16",
+    4: "HGMMA.64x128x16.F32.BF16",
 }
 KERNEL = re.compile(r"gemm_kernelILNS_8OperandsE(\d)ELNS_4ModeE(\d)ELNS_7ScalingE(\d)ELi(\d)E")
 
@@ -101,7 +102,7 @@ def main_loop(code: list[tuple[int, str]]) -> list[str]:
 
 
 def test_every_kernel_of_the_list_exists(kernels):
-    assert len(kernels) == 26 and all(waves in (1, 2) for *_, waves in kernels)
+    assert len(kernels) == 28 and all(waves in (1, 2) for *_, waves in kernels)
 
 
 def test_tensor_core_instructions(kernels):
@@ -126,7 +127,7 @@ def test_main_loops_stay_in_registers(kernels):
 
 def test_loads_go_through_the_copy_engine_and_multicast(kernels):
     for key, code in kernels.items():
-        loads = [opcode(text) for _, text in code if opcode(text).startswith("UTMALDG.2D")]
+        loads = [opcode(text) for _, text in code if opcode(text).startswith("UTMALDG.")]
         assert any("MULTICAST" in load for load in loads) and any("MULTICAST" not in load for load in loads), key
 
 

@@ -1,7 +1,8 @@
 """The grouped GEMM kernels.
 
 Entry points: "forward" and "wgrad" take plain operands, "scaled" and "scaled_wgrad" FP8 operands with their scales. A kernel
-without the scaled ones is given dequantised operands, which its note says.
+without the scaled ones is given dequantised operands, which its note says. "dgrad" takes the plain weight as the forward has it;
+a kernel without it is given a transposed copy.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def _sm90_attributes(problem: GroupedGemmProblem) -> tuple[int, ...]:
 
 SM90 = register(Kernel(
     name="sm90", op="grouped_gemm", supports=_sm90_supports, library="sm90", attributes=_sm90_attributes,
-    entry_points={**PLAIN_ENTRY_POINTS, "scaled": "grouped_gemm_fp8", "scaled_wgrad": "grouped_gemm_fp8_wgrad"}))
+    entry_points={**PLAIN_ENTRY_POINTS, "dgrad": "grouped_gemm_dgrad", "scaled": "grouped_gemm_fp8",
+                  "scaled_wgrad": "grouped_gemm_fp8_wgrad"}))
 
 
 def _composite_supports(problem: GroupedGemmProblem, target: Target) -> Supported | Unsupported:
