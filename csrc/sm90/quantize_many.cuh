@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kQuantThreads, kManyBlocks<T>) quantize_many_k
     const int index = table.tiles() - 1 - i, e = table.tensor_of(index);
     const ManyTensor& t = table.tensors[e];
     const int tiles_c = static_cast<int>((t.q.C + kTile - 1) / kTile), tile = index - table.first[e];
-    const int64_t row0 = tile / tiles_c * kTile, col0 = tile % tiles_c * kTile;
+    const int row0 = tile / tiles_c * kTile, col0 = tile % tiles_c * kTile;
     Vec8<T> v[8];
     load_many(t, row0, col0, v);
     __syncthreads();  // the shared memory of the tile before is free
