@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 namespace te {
@@ -15,6 +16,17 @@ struct Context {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline bool aligned(const void* p, int64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
+
+// Lets a kernel have more than 48 KB of dynamic shared memory, once on each device; `allowed` belongs to the kernel and has a bit a device.
+// A failure shows at the launch.
+template <class Kernel>
+void allow_shared_memory(Kernel* kernel, int bytes, std::atomic<uint64_t>& allowed) {
+  int device = 0;
+  cudaGetDevice(&device);
+  const uint64_t bit = uint64_t{1} << (device & 63);
+  if (allowed.load(std::memory_order_relaxed) & bit) return;
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess) allowed |= bit;
+}
 
 // Launches a kernel that starts while the one before it ends, and waits for what that one wrote where it needs it.
 template <class... Parameters, class... Arguments>

@@ -80,8 +80,8 @@ template <int VECS, bool RESIDUAL, bool AMAX>
 void launch_rows(const Context& l, const RowInputs<bf16>& in, bf16* h, float* rstd, const QuantArgs& q, float eps, const NormTiles& tiles) {
   constexpr int smem = NormRing<VECS, RESIDUAL>::kSmem;
   auto* kernel = rows_kernel<VECS, RESIDUAL, AMAX>;
-  static const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
-  (void)ready;  // a failure shows at the launch
+  static std::atomic<uint64_t> allowed;
+  allow_shared_memory(kernel, smem, allowed);
   const unsigned grid = static_cast<unsigned>(std::min<int64_t>(q.R, int64_t{l.sms} * row_blocks(VECS)));
   launch_overlapping(l, kernel, grid, kRowThreads, smem, in, h, rstd, q.R, static_cast<int>(q.C), eps, tiles.w, tiles.w_fp32, q.stats);
 }

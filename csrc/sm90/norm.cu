@@ -252,8 +252,8 @@ template <typename T, int VECS, bool VEC, bool RESIDUAL>
 void launch_backward(const Launch& l, const RowInputs<T>& in, const Weight<T>& w, const float* rstd, T* dx, float* dw, int64_t R, int64_t C) {
   using Shape = BackwardShape<T, VECS, VEC, RESIDUAL>;
   auto* kernel = rms_norm_backward_kernel<T, VECS, VEC, RESIDUAL>;
-  static const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSmem);
-  (void)ready;  // a failure shows at the launch
+  static std::atomic<uint64_t> allowed;
+  allow_shared_memory(kernel, Shape::kSmem, allowed);
   const int blocks = static_cast<int>(std::min<int64_t>(R, l.sms * Shape::kBlocks));
   const Scratch partial(l.device(), l.stream, sizeof(float) * blocks * C);
   kernel<<<blocks, kRowThreads, Shape::kSmem, l.stream>>>(in, w, rstd, dx, partial.as<float>(), R, static_cast<int>(C));

@@ -43,8 +43,8 @@ template <class Tiles, int FMT, int MODE, bool TR>
 void launch_tiles_of(const Context& l, const Tiles& source, const QuantArgs& q, Before before) {
   using Shape = TilesShape<Tiles, MODE, TR>;
   auto* kernel = quantize_tiles_kernel<Tiles, FMT, MODE, TR>;
-  static const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSmem);
-  (void)ready;  // a failure shows at the launch
+  static std::atomic<uint64_t> allowed;
+  allow_shared_memory(kernel, Shape::kSmem, allowed);
   const int64_t tiles = ceil_div(q.R, kTile) * ceil_div(Tiles::kPair ? q.C / 2 : q.C, kTile);
   const unsigned grid = static_cast<unsigned>(std::min<int64_t>(tiles, static_cast<int64_t>(l.sms) * Shape::kBlocks));
   launch_overlapping(l, kernel, grid, kQuantThreads, Shape::kSmem, source, q, before);
