@@ -85,7 +85,7 @@ test-gpu: sm90
 # of its own, so that an access outside it is seen.
 SANITIZER = $(shell command -v compute-sanitizer 2>/dev/null || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)
 TOOLS ?= memcheck racecheck
-LARGE := several_tiles or long_sums or 128256 or graph
+LARGE := several_tiles or long_sums or 128256 or graph or 1104 or 2568 or of_many
 
 sanitize: sm90
 	@test -n "$(SANITIZER)" || { echo "No compute-sanitizer found. It comes with the CUDA toolkit: install that, or put its bin folder on PATH" >&2; exit 1; }

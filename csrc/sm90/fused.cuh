@@ -9,6 +9,7 @@ namespace te {
 // Eight weights as FP32, zeros past the width.
 struct Weights {
   float w[8];
+  Weights() = default;
   __device__ __forceinline__ Weights(const void* p, bool fp32, int64_t col, int64_t width) {
     if (col >= width) {
 #pragma unroll
@@ -36,16 +37,15 @@ __device__ __forceinline__ void normalise(const Vec8<bf16>& in, float rstd, cons
 struct NormSource {
   using type = bf16;
   static constexpr bool kPair = false;
-  static constexpr int kInputs = 1;
   const bf16* x;
   int64_t stride;
   const float* rstd;
   const void* w;
   bool w_fp32;
-  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<bf16>& v, uint64_t policy) const {
+  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<bf16>& v) const {
     if (n <= 0) return v.zero();
     Vec8<bf16> in;
-    in.load(x + row * stride + col, policy);
+    in.load(x + row * stride + col);
     normalise(in, rstd[row], Weights(w, w_fp32, col, col + n), v);
   }
 };
@@ -71,14 +71,13 @@ struct NormTiles {
 struct SwigluSource {
   using type = bf16;
   static constexpr bool kPair = false;
-  static constexpr int kInputs = 2;
   const bf16* x;
   int64_t stride, C;
-  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<bf16>& v, uint64_t policy) const {
+  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<bf16>& v) const {
     if (n <= 0) return v.zero();
     Vec8<bf16> gate, up;
-    gate.load(x + row * stride + col, policy);
-    up.load(x + row * stride + C + col, policy);
+    gate.load(x + row * stride + col);
+    up.load(x + row * stride + C + col);
     swiglu(gate, up, v);
   }
 };
@@ -102,16 +101,15 @@ struct SwigluTiles {  // maps: gate, up
 struct SwigluGradientSource {
   using type = bf16;
   static constexpr bool kPair = true;
-  static constexpr int kInputs = 3;
   const bf16* dy;
   const bf16* x;
   int64_t dy_stride, stride, C;
-  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<bf16>& d_gate, Vec8<bf16>& d_up, uint64_t policy) const {
+  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<bf16>& d_gate, Vec8<bf16>& d_up) const {
     if (n <= 0) return d_gate.zero(), d_up.zero();
     Vec8<bf16> grad, gate, up;
-    grad.load(dy + row * dy_stride + col, policy);
-    gate.load(x + row * stride + col, policy);
-    up.load(x + row * stride + C + col, policy);
+    grad.load(dy + row * dy_stride + col);
+    gate.load(x + row * stride + col);
+    up.load(x + row * stride + C + col);
     swiglu_gradient(grad, gate, up, d_gate, d_up);
   }
 };

@@ -1,48 +1,46 @@
 // RMSNorm (+ residual add) + quantise: the rows first (h, rstd, and for current scaling the amax of the output), then the quantising pass over
 // the normalised values.
-#include "block_row.cuh"
 #include "fused.cuh"
+#include "row_ring.cuh"
 
 namespace te {
 
-// Blocks an SM whose registers hold two rows each.
-constexpr int row_blocks(int vectors, bool residual) {
-  if (vectors <= 2) return residual ? 4 : 6;
-  if (vectors <= 4) return residual ? 2 : 3;
-  return residual ? 1 : 2;
-}
+// Blocks an SM: a vector of eight, its weights and their product take 20 registers.
+constexpr int row_blocks(int vectors) { return vectors <= 2 ? 4 : vectors <= 4 ? 2 : 1; }
 
-// h = x + residual in BF16 (RESIDUAL; else x itself), rstd of h; AMAX: stats of the normalised values. Persistent, a row a block: the next
-// row is on its way while one is summed, and the maximum is kept in registers over all rows of a block.
+template <int VECS, bool RESIDUAL>
+using NormRing = RowRing<bf16, VECS, RESIDUAL ? 2 : 1, row_blocks(VECS)>;
+
+// in: x (and residual). h = their sum in BF16 (RESIDUAL; else x itself), rstd of h; AMAX: stats of the normalised values, whose maximum is
+// kept in registers over all rows of a block. Persistent, a row a block.
 template <int VECS, bool RESIDUAL, bool AMAX>
-__global__ void __launch_bounds__(kRowThreads, row_blocks(VECS, RESIDUAL))
-    rows_kernel(const bf16* x, int64_t stride, const bf16* residual, int64_t residual_stride, bf16* h, float* rstd, int64_t R, int C, float eps,
-                const void* w, bool w_fp32, float* stats, int64_t keep_from, bool early_first) {
+__global__ void __launch_bounds__(kRowThreads, row_blocks(VECS))
+    rows_kernel(const __grid_constant__ RowInputs<bf16> in, bf16* h, float* rstd, int64_t R, int C, float eps, const void* w, bool w_fp32,
+                float* stats) {
+  using Ring = NormRing<VECS, RESIDUAL>;
+  static_assert(Ring::kFits);
+  extern __shared__ __align__(128) uint8_t stages[];
+  __shared__ uint64_t full[Ring::kStages];
   __shared__ float sums[2][kRowThreads / 32];  // in turns
-  struct Row {
-    Vec8<bf16> x[VECS], residual[RESIDUAL ? VECS : 1];
-  };
-  auto load = [&](int64_t r, Row& row) {
-    const uint64_t policy = r >= keep_from ? ptx::evict_last() : early_first ? ptx::evict_first() : ptx::evict_normal();
-#pragma unroll
-    for (int k = 0; k < VECS; ++k) {
-      row.x[k].load_n<true>(x + r * stride + row_column(k), C - row_column(k), policy);
-      if constexpr (RESIDUAL) row.residual[k].load_n<true>(residual + r * residual_stride + row_column(k), C - row_column(k));
-    }
-  };
   ptx::let_next_kernel_start();
-  Row next;
-  load(blockIdx.x, next);
+  Ring ring(stages, full, in, R, C);
+  Weights weights[AMAX ? VECS : 1];
+  if constexpr (AMAX) {
+#pragma unroll
+    for (int k = 0; k < VECS; ++k) weights[k] = Weights(w, w_fp32, row_column(k), C);
+  }
   Seen seen;
   int turn = 0;
   for (int64_t r = blockIdx.x; r < R; r += gridDim.x) {
-    Row row = next;
-    if (r + gridDim.x < R) load(r + gridDim.x, next);
-    auto& v = row.x;
-    if constexpr (RESIDUAL) {
+    Vec8<bf16> v[VECS];
+    ring.wait();
 #pragma unroll
-      for (int k = 0; k < VECS; ++k) {
-        v[k].add(row.residual[k]);
+    for (int k = 0; k < VECS; ++k) {
+      ring.load(0, k, v[k]);
+      if constexpr (RESIDUAL) {
+        Vec8<bf16> residual;
+        ring.load(1, k, residual);
+        v[k].add(residual);
         v[k].store_n<true>(h + r * C + row_column(k), C - row_column(k));
       }
     }
@@ -51,23 +49,25 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(VECS, RESIDUAL))
     for (int k = 0; k < VECS; ++k)
 #pragma unroll
       for (int j = 0; j < 8; ++j) sum = fmaf(v[k].get(j), v[k].get(j), sum);
-    const float s = rsqrt_exact(block_sum_once(sum, sums[turn]) / C + eps);
+    const float total = block_sum_once(sum, sums[turn]);
+    ring.refill(r);
     turn ^= 1;
+    const float s = rsqrt_exact(total / C + eps);
     if (threadIdx.x == 0) rstd[r] = s;
     if constexpr (AMAX) {
+      Vec8<bf16> y[VECS];
+      uint32_t amax = 0;
 #pragma unroll
       for (int k = 0; k < VECS; ++k) {
-        if (row_column(k) >= C) break;
-        Vec8<bf16> y;
-        normalise(v[k], s, Weights(w, w_fp32, row_column(k), C), y);
+        if (row_column(k) < C) normalise(v[k], s, weights[k], y[k]);
+        else y[k].zero();
 #pragma unroll
-        for (int i = 0; i < Elem<bf16>::kWords; ++i) {
-          const uint32_t m = abs_word<bf16>(y.w[i]);
-          seen.amax = max_word<bf16>(seen.amax, m);
-          seen.nonfinite += ((m & 0xffff) >= Elem<bf16>::kInf) + ((m >> 16) >= Elem<bf16>::kInf);
-        }
+        for (int i = 0; i < Elem<bf16>::kWords; ++i) amax = max_word<bf16>(amax, abs_word<bf16>(y[k].w[i]));
       }
+      if (fold_word<bf16>(amax) >= Elem<bf16>::kInf) seen.nonfinite += count_nonfinite<bf16>(y);
+      seen.amax = max_word<bf16>(seen.amax, amax);
     }
+    ring.advance();
   }
   ptx::wait_for_previous_kernel();  // which zeroed stats; the cast waits for this kernel alone
   if constexpr (AMAX) {
@@ -76,22 +76,23 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(VECS, RESIDUAL))
   }
 }
 
-template <int VECS, bool RESIDUAL>
-void launch_rows(const Context& l, const bf16* x, int64_t stride, const bf16* residual, int64_t residual_stride, bf16* h, float* rstd, const QuantArgs& q,
-                 float eps, const NormTiles& tiles, bool amax) {
-  auto* kernel = amax ? rows_kernel<VECS, RESIDUAL, true> : rows_kernel<VECS, RESIDUAL, false>;
-  const unsigned grid = static_cast<unsigned>(std::min<int64_t>(q.R, int64_t{l.sms} * row_blocks(VECS, RESIDUAL)));
-  const int64_t keep_from = RESIDUAL ? q.R : q.R - int64_t{reuse.keep_mb} * 1000000 / (q.C * 2);
-  launch_overlapping(l, kernel, grid, kRowThreads, 0, x, stride, residual, residual_stride, h, rstd, q.R, static_cast<int>(q.C), eps, tiles.w,
-                    tiles.w_fp32, q.stats, keep_from, reuse.early_first);
+template <int VECS, bool RESIDUAL, bool AMAX>
+void launch_rows(const Context& l, const RowInputs<bf16>& in, bf16* h, float* rstd, const QuantArgs& q, float eps, const NormTiles& tiles) {
+  constexpr int smem = NormRing<VECS, RESIDUAL>::kSmem;
+  auto* kernel = rows_kernel<VECS, RESIDUAL, AMAX>;
+  static std::atomic<uint64_t> allowed;
+  allow_shared_memory(kernel, smem, allowed);
+  const unsigned grid = static_cast<unsigned>(std::min<int64_t>(q.R, int64_t{l.sms} * row_blocks(VECS)));
+  launch_overlapping(l, kernel, grid, kRowThreads, smem, in, h, rstd, q.R, static_cast<int>(q.C), eps, tiles.w, tiles.w_fp32, q.stats);
 }
 
 void norm_quantize(const Context& l, const bf16* x, int64_t stride, const bf16* residual, int64_t residual_stride, bf16* h, const NormTiles& tiles,
                    float* rstd, float eps, const QuantArgs& q, int64_t granularity, int64_t format) {
   const bool current = granularity == kTensor && !q.scale;
   with_vectors<bf16>(q.C, true, [&](auto vecs, auto) {
-    auto* launch = residual ? launch_rows<vecs.value, true> : launch_rows<vecs.value, false>;
-    launch(l, x, stride, residual, residual_stride, h, rstd, q, eps, tiles, current);
+    auto* launch = residual ? (current ? launch_rows<vecs.value, true, true> : launch_rows<vecs.value, true, false>)
+                            : (current ? launch_rows<vecs.value, false, true> : launch_rows<vecs.value, false, false>);
+    launch(l, {{x, residual}, {stride, residual_stride}}, h, rstd, q, eps, tiles);
   });
   const NormSource source{residual ? h : x, residual ? q.C : stride, rstd, tiles.w, tiles.w_fp32};
   quantize_all<true>(l, source, ByTiles<NormTiles>{tiles}, q, granularity, format, residual ? Before::kInputs : Before::kPass, current);

@@ -323,8 +323,8 @@ template <Operands OPS, Mode MODE, Scaling SCALING, int WAVES>
 cudaError_t launch_gemm(const Context& l, const CUtensorMap& a, const CUtensorMap& b, const GemmArgs& p, int64_t most_tiles) {
   using Shape = GemmShape<OPS, MODE, SCALING, WAVES>;
   auto* kernel = gemm_kernel<OPS, MODE, SCALING, WAVES>;
-  static const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSmem);
-  if (ready != cudaSuccess) return ready;
+  static std::atomic<uint64_t> allowed;
+  allow_shared_memory(kernel, Shape::kSmem, allowed);
   const int64_t clusters = std::max<int64_t>(1, std::min<int64_t>(most_tiles, l.sms / kCluster));
   kernel<<<static_cast<unsigned>(clusters * kCluster), kGemmThreads, Shape::kSmem, l.stream>>>(a, b, p);
   return cudaGetLastError();

@@ -52,6 +52,7 @@ __device__ __forceinline__ bool scales_are_whole(const GemmArgs& p, const float*
 template <Mode MODE, Scaling SCALING, int BM>
 __device__ __forceinline__ void bring_row_scales(const GemmArgs& p, const Tile& t, int half, float* chunks, uint64_t* full, uint64_t* empty,
                                                  RingPosition<kChunks>& ring) {
+  if (t.k0 == t.k1) return;  // no products, and nobody takes a chunk: k0 may lie within one
   const int own = half * (BM / 2) + (threadIdx.x & 31);
   const bool whole = scales_are_whole(p, p.scale_a), whole_factors = scales_are_whole(p, p.scale_b);
   const float* factors = nullptr;
@@ -79,6 +80,7 @@ template <Scaling SCALING, int BM>
 __device__ __forceinline__ void bring_column_scales(const GemmArgs& p, const Tile& t, float* chunks, uint64_t* full, uint64_t* empty,
                                                     RingPosition<kChunks>& ring) {
   using Chunk = ScaleChunk<SCALING, BM>;
+  if (t.k0 == t.k1) return;
   const int lane = threadIdx.x & 31;
   const bool whole = scales_are_whole(p, p.scale_b);
   for (int k = t.k0 & ~(kChunkK - 1); k < t.k1; k += kChunkK, ring.advance()) {

@@ -1,10 +1,10 @@
 // RMSNorm: y = h * rstd * w, rstd = 1 / sqrt(mean(h^2) + eps), FP32 inside, one row a block; h = x, or x + residual rounded to their dtype.
 //
 // forward reads x (and residual) once and writes y, rstd (and h). backward reads dy, h once and writes dx; dh, the gradient that reaches h
-// by other ways, is added before the one rounding of dx. dw is summed per block over the rows the
-// block owns and then over blocks in a fixed order, so it is the same in every run.
-#include "block_row.cuh"
+// by other ways, is added before the one rounding of dx. dw is summed per block over the rows that the block owns and then over blocks in a
+// fixed order, so it is the same in every run.
 #include "host.h"
+#include "row_ring.cuh"
 #include "scratch.h"
 
 namespace te {
@@ -78,63 +78,56 @@ __global__ void __launch_bounds__(kRowThreads, VECS * Elem<T>::kWords <= 8 ? 4 :
   }
 }
 
-// Rows blockIdx.x, blockIdx.x + gridDim.x, ...; partial[blockIdx.x, C] receives this block's share of dw.
-constexpr int kBackwardBlocks = 2;  // an SM; dw is summed in this grouping
-
-template <typename T, int VECS>
-constexpr bool kAhead = VECS * Elem<T>::kWords <= 8;  // registers hold two rows: the next one is on its way while one is computed
-
+// How the backward reads rows: dy, h and (RESIDUAL) dh.
 template <typename T, int VECS, bool VEC, bool RESIDUAL>
-__global__ void __launch_bounds__(kRowThreads, VECS * Elem<T>::kWords <= 16 ? kBackwardBlocks : 1)
-    rms_norm_backward_kernel(const T* dy, int64_t dy_stride, const T* dh, const T* x, int64_t x_stride, Weight<T> w, const float* rstd, T* dx,
-                             float* partial, int64_t R, int C) {
-  __shared__ float sm[kRowThreads / 32];
+struct BackwardShape {
+  static constexpr int kInputs = RESIDUAL ? 3 : 2;
+  static constexpr int kBlocks = VECS * Elem<T>::kWords <= 16 ? 2 : 1;  // by registers
+  // Of 128 or 256 registers a thread, beside dy, h, dw and the weights in FP32.
+  static constexpr bool kKeepsWeights = VEC && VECS * (2 * Elem<T>::kWords + 16) <= (kBlocks == 2 ? 64 : 192);
+  using Ring = RowRing<T, VECS, kInputs, kBlocks>;
+  static constexpr bool kRing = VEC && Ring::kFits;  // else straight from memory: rows off 16 bytes, FP32 wider than 8192
+  static constexpr int kSmem = kRing ? Ring::kSmem : 0;
+};
+
+// Rows blockIdx.x, blockIdx.x + gridDim.x, ...; partial[blockIdx.x, C] receives this block's share of dw.
+template <typename T, int VECS, bool VEC, bool RESIDUAL>
+__global__ void __launch_bounds__(kRowThreads, BackwardShape<T, VECS, VEC, RESIDUAL>::kBlocks)
+    rms_norm_backward_kernel(const __grid_constant__ RowInputs<T> in, Weight<T> w, const float* rstd, T* dx, float* partial, int64_t R, int C) {
+  using Shape = BackwardShape<T, VECS, VEC, RESIDUAL>;
+  extern __shared__ __align__(128) uint8_t stages[];
+  __shared__ uint64_t full[Shape::kRing ? Shape::Ring::kStages : 1];
+  __shared__ float sums[2][kRowThreads / 32];  // in turns
+  using Rows = std::conditional_t<Shape::kRing, typename Shape::Ring, RowsInMemory<T, VEC>>;
+  Rows rows(stages, full, in, R, C);
   float dw[VECS][8];
-  Vec8<T> weights[VECS];  // in T; an FP32 weight is read again where it is needed
+  float weights[VECS][8];  // where registers hold them; else they are read again where they are needed
 #pragma unroll
   for (int k = 0; k < VECS; ++k) {
-    if (!w.fp32) weights[k].template load_n<VEC>(static_cast<const T*>(w.p) + row_column(k), C - row_column(k));
+    if constexpr (Shape::kKeepsWeights) w.template load<VEC>(row_column(k), C, weights[k]);
 #pragma unroll
     for (int j = 0; j < 8; ++j) dw[k][j] = 0.f;
   }
-  auto weight_of = [&](int k, float (&out)[8]) {
-    if (w.fp32) return w.template load<VEC>(row_column(k), C, out);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) out[j] = weights[k].get(j);
+  auto weight_of = [&](int k) -> float(&)[8] {
+    if constexpr (!Shape::kKeepsWeights) w.template load<VEC>(row_column(k), C, weights[k]);
+    return weights[k];
   };
-  constexpr bool ahead = kAhead<T, VECS>;
-  struct Row {
-    Vec8<T> g[VECS], v[VECS], more[RESIDUAL && ahead ? VECS : 1];
-    float s;
-  };
-  auto load_more = [&](int64_t r, int k, Vec8<T>& more) { more.template load_n<VEC>(dh + r * C + row_column(k), C - row_column(k)); };
-  auto load = [&](int64_t r, Row& row) {
-#pragma unroll
-    for (int k = 0; k < VECS; ++k) {
-      const int c = row_column(k);
-      row.g[k].template load_n<VEC>(dy + r * dy_stride + c, C - c);
-      row.v[k].template load_n<VEC>(x + r * x_stride + c, C - c);
-      if constexpr (RESIDUAL && ahead) load_more(r, k, row.more[k]);
-    }
-    row.s = rstd[r];
-  };
-  Row row, next;
-  if (ahead && blockIdx.x < R) load(blockIdx.x, next);
+  float next_s = rstd[blockIdx.x];
+  int turn = 0;
   for (int64_t r = blockIdx.x; r < R; r += gridDim.x) {
-    if constexpr (ahead) {
-      row = next;
-      if (r + gridDim.x < R) load(r + gridDim.x, next);
-    } else {
-      load(r, row);
-    }
-    auto& g = row.g;
-    auto& v = row.v;
-    const float s = row.s;
+    const float s = next_s;
+    if (r + gridDim.x < R) next_s = rstd[r + gridDim.x];
+    Vec8<T> g[VECS], v[VECS];
     float dot = 0.f;
+    rows.wait();
 #pragma unroll
     for (int k = 0; k < VECS; ++k) {
-      float weight[8];
-      weight_of(k, weight);
+      rows.load(0, k, g[k]);
+      rows.load(1, k, v[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < VECS; ++k) {
+      const auto& weight = weight_of(k);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float normalised = v[k].get(j) * s, grad = g[k].get(j);
@@ -142,49 +135,60 @@ __global__ void __launch_bounds__(kRowThreads, VECS * Elem<T>::kWords <= 16 ? kB
         dot = fmaf(grad * weight[j], normalised, dot);
       }
     }
-    const float mean = block_sum(dot, sm) / C;
+    const float total = block_sum_once(dot, sums[turn]);
+    rows.refill(r);
+    turn ^= 1;
+    const float mean = total / C;
 #pragma unroll
     for (int k = 0; k < VECS; ++k) {
       const int c = row_column(k);
       if (c >= C) break;
-      Vec8<T> out;
-      auto& more = row.more[RESIDUAL && ahead ? k : 0];
-      if constexpr (RESIDUAL && !ahead) load_more(r, k, more);
-      float weight[8];
-      weight_of(k, weight);
+      Vec8<T> out, more;
+      if constexpr (RESIDUAL) rows.load(2, k, more);
+      const auto& weight = weight_of(k);
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         float d[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          d[h] = s * (g[k].get(j + h) * weight[j + h] - v[k].get(j + h) * s * mean);
-          if constexpr (RESIDUAL) d[h] += more.get(j + h);
+          // fmaf by name: which products the compiler fuses changes with the code around them, and with it the last bit.
+          const float gradient = fmaf(g[k].get(j + h), weight[j + h], -(v[k].get(j + h) * s * mean));
+          d[h] = RESIDUAL ? fmaf(s, gradient, more.get(j + h)) : s * gradient;
         }
         out.set2(j, d[0], d[1]);
       }
       out.template store_n<VEC>(dx + r * C + c, C - c);
     }
+    rows.advance();
   }
+  ptx::let_next_kernel_start();
 #pragma unroll
-  for (int k = 0; k < VECS; ++k)
+  for (int k = 0; k < VECS; ++k) {
+    Vec8<float> sum;
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
-      if (row_column(k) + j < C) partial[static_cast<int64_t>(blockIdx.x) * C + row_column(k) + j] = dw[k][j];
+    for (int j = 0; j < 8; j += 2) sum.set2(j, dw[k][j], dw[k][j + 1]);
+    sum.store_n<VEC>(partial + static_cast<int64_t>(blockIdx.x) * C + row_column(k), C - row_column(k));
+  }
 }
 
-// dw[c] = sum of partial[b, c]: 32 columns a block, 8 rows of threads, summed in a fixed order.
-__global__ void sum_partials_kernel(const float* partial, int blocks, float* dw, int C) {
-  __shared__ float sm[8][33];
+// dw[c] = sum of partial[b, c]: 32 columns a block, a row of threads for every 32nd b, summed in a fixed order.
+constexpr int kSumRows = 32;
+
+__global__ void __launch_bounds__(32 * kSumRows) sum_partials_kernel(const float* partial, int blocks, float* dw, int C) {
+  __shared__ float sm[kSumRows][33];
   const int c = blockIdx.x * 32 + threadIdx.x;
   float sum = 0.f;
-  if (c < C)
-    for (int b = threadIdx.y; b < blocks; b += 8) sum += partial[static_cast<int64_t>(b) * C + c];
+  ptx::wait_for_previous_kernel();
+  if (c < C) {
+#pragma unroll 8
+    for (int b = threadIdx.y; b < blocks; b += kSumRows) sum += partial[static_cast<int64_t>(b) * C + c];
+  }
   sm[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y == 0 && c < C) {
     float total = 0.f;
 #pragma unroll
-    for (int k = 0; k < 8; ++k) total += sm[k][threadIdx.x];
+    for (int k = 0; k < kSumRows; ++k) total += sm[k][threadIdx.x];
     dw[c] = total;
   }
 }
@@ -244,6 +248,20 @@ void forward(const TensorView& x, const TensorView* residual, const TensorView& 
   TE_LAUNCHED(what);
 }
 
+template <typename T, int VECS, bool VEC, bool RESIDUAL>
+void launch_backward(const Launch& l, const RowInputs<T>& in, const Weight<T>& w, const float* rstd, T* dx, float* dw, int64_t R, int64_t C) {
+  using Shape = BackwardShape<T, VECS, VEC, RESIDUAL>;
+  auto* kernel = rms_norm_backward_kernel<T, VECS, VEC, RESIDUAL>;
+  static std::atomic<uint64_t> allowed;
+  allow_shared_memory(kernel, Shape::kSmem, allowed);
+  const int blocks = static_cast<int>(std::min<int64_t>(R, l.sms * Shape::kBlocks));
+  const Scratch partial(l.device(), l.stream, sizeof(float) * blocks * C);
+  kernel<<<blocks, kRowThreads, Shape::kSmem, l.stream>>>(in, w, rstd, dx, partial.as<float>(), R, static_cast<int>(C));
+  launch_overlapping(l, sum_partials_kernel, static_cast<unsigned>(ceil_div(C, 32)), dim3(32, kSumRows), 0, partial.as<float>(), blocks, dw,
+                     static_cast<int>(C));
+}
+
+// dh: null without a residual.
 void backward(const TensorView& dy, const TensorView* dh, const TensorView& x, const TensorView& w, const TensorView& rstd, const TensorView& dx,
               const TensorView& dw, const char* what) {
   const Launch l(x);
@@ -259,7 +277,6 @@ void backward(const TensorView& dy, const TensorView* dh, const TensorView& x, c
   check_f32(dw, "dw");
   check_shape(dw, "dw", {C});
   for (const auto& [t, name] : {std::pair{dy, "dy"}, {rstd, "rstd"}, {dw, "dw"}}) check_same_device(t, x, name);
-  const int blocks = static_cast<int>(std::min<int64_t>(R, l.sms * kBackwardBlocks));
   with_type(type, [&](auto tag) {
     using T = decltype(tag);
     const auto weight = weight_of<T>(w, x, C);
@@ -267,19 +284,15 @@ void backward(const TensorView& dy, const TensorView* dh, const TensorView& x, c
       cudaMemsetAsync(dw.data_ptr(), 0, C * 4, l.stream);
       return;
     }
-    const Scratch partial(l.device(), l.stream, sizeof(float) * blocks * C);
     const T *in = pointer<const T>(x), *grad = pointer<const T>(dy), *more = dh ? pointer<const T>(*dh) : nullptr;
-    T* out = pointer<T>(dx);
-    const bool ok = aligned(in, 16) && aligned(weight.p, 16) && aligned(grad, 16) && aligned(more, 16) && aligned(out, 16) &&
+    const bool ok = aligned(in, 16) && aligned(weight.p, 16) && aligned(grad, 16) && aligned(more, 16) && aligned(pointer<T>(dx), 16) &&
                     stride * sizeof(T) % 16 == 0 && dy_stride * sizeof(T) % 16 == 0;
     with_vectors<T>(C, ok, [&](auto vecs, auto vec) {
       with_flag(dh != nullptr, [&](auto adds) {
-        rms_norm_backward_kernel<T, vecs.value, vec.value, adds.value><<<blocks, kRowThreads, 0, l.stream>>>(
-            grad, dy_stride, more, in, stride, weight, pointer<const float>(rstd), out, partial.as<float>(), R, static_cast<int>(C));
+        launch_backward<T, vecs.value, vec.value, adds.value>(l, {{grad, in, more}, {dy_stride, stride, C}}, weight, pointer<const float>(rstd),
+                                                              pointer<T>(dx), pointer<float>(dw), R, C);
       });
     });
-    sum_partials_kernel<<<static_cast<unsigned>(ceil_div(C, 32)), dim3(32, 8), 0, l.stream>>>(partial.as<float>(), blocks, pointer<float>(dw),
-                                                                                               static_cast<int>(C));
   });
   TE_LAUNCHED(what);
 }

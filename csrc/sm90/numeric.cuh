@@ -185,14 +185,6 @@ struct Vec8 {
       w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
     }
   }
-  // The same, with a cache policy of L2 (ptx.cuh).
-  __device__ __forceinline__ void load(const T* p, uint64_t policy) {
-#pragma unroll
-    for (int k = 0; k < Elem<T>::kWords; k += 4)
-      asm volatile("ld.global.nc.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
-          : "=r"(w[k]), "=r"(w[k + 1]), "=r"(w[k + 2]), "=r"(w[k + 3])
-          : "l"(reinterpret_cast<const uint32_t*>(p) + k), "l"(policy));
-  }
   __device__ __forceinline__ void load_shared(const void* p) {
     const uint4 a = static_cast<const uint4*>(p)[0];
     w[0] = a.x, w[1] = a.y, w[2] = a.z, w[3] = a.w;
@@ -236,12 +228,6 @@ struct Vec8 {
     if (n <= 0) zero();
     else if constexpr (VEC) load(p);
     else load_some(p, n < 8 ? static_cast<int>(n) : 8);
-  }
-  template <bool VEC>
-  __device__ __forceinline__ void load_n(const T* p, int64_t n, uint64_t policy) {
-    if constexpr (!VEC) load_n<VEC>(p, n);
-    else if (n > 0) load(p, policy);
-    else zero();
   }
   template <bool VEC>
   __device__ __forceinline__ void store_n(T* p, int64_t n) const {

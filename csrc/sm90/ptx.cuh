@@ -60,25 +60,6 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// ---- L2 ------------------------------------------------------------------------------------------------------------
-// Which lines L2 gives up first, of those that a load touched with a policy.
-
-__device__ __forceinline__ uint64_t evict_first() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-__device__ __forceinline__ uint64_t evict_normal() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-__device__ __forceinline__ uint64_t evict_last() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 // ---- TMA -----------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
@@ -89,14 +70,6 @@ __device__ __forceinline__ void tma_load_2d(void* dst, const CUtensorMap* map, u
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(dst)),
                "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y)
                : "memory");
-}
-// The same, with a cache policy of L2.
-__device__ __forceinline__ void tma_load_2d(void* dst, const CUtensorMap* map, uint64_t* bar, int x, int y, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(
-          shared_address(dst)),
-      "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y), "l"(policy)
-      : "memory");
 }
 __device__ __forceinline__ void tma_load_3d(void* dst, const CUtensorMap* map, uint64_t* bar, int x, int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(dst)),
@@ -110,6 +83,12 @@ __device__ __forceinline__ void tma_load_2d_multicast(void* dst, const CUtensorM
           shared_address(dst)),
       "l"(map), "r"(shared_address(bar)), "r"(x), "r"(y), "h"(blocks)
       : "memory");
+}
+// Consecutive bytes (a multiple of 16, both ends on 16 bytes) into shared memory; they are counted at bar.
+__device__ __forceinline__ void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(dst)), "l"(src),
+               "r"(bytes), "r"(shared_address(bar))
+               : "memory");
 }
 // Adds four floats (as bits) to global memory, without waiting for the old values. One add an element a call, so the sum is the same
 // in every run; subnormal results become zero.

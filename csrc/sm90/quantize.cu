@@ -60,11 +60,6 @@ void quantize_with_scale_transpose(TensorView x, TensorView scale, TensorView da
   run(x, {data, scale_inv, data_t, scale_inv, stats, scale}, kTensor, format, false);
 }
 
-// TEMPORARY: see Reuse.
-void set_l2_reuse(int64_t keep_mb, int64_t early_first, int64_t cast_first, int64_t band) {
-  reuse = {static_cast<int>(keep_mb), early_first != 0, cast_first != 0, static_cast<int>(band)};
-}
-
 // Eight codes a thread.
 template <typename T, int FMT>
 __global__ void dequantize_kernel(const uint8_t* data, const void* scale_inv, T* y, int64_t R, int64_t C, int granularity) {
@@ -136,5 +131,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_used, te::quantize_used);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_used_transpose, te::quantize_used_transpose);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_with_scale, te::quantize_with_scale);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_with_scale_transpose, te::quantize_with_scale_transpose);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_l2_reuse, te::set_l2_reuse);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(dequantize, te::dequantize);

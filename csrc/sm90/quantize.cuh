@@ -10,11 +10,10 @@ template <typename T, bool VEC>
 struct PlainSource {
   using type = T;
   static constexpr bool kPair = false;
-  static constexpr int kInputs = 1;
   const T* x;
   int64_t stride;
-  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<T>& v, uint64_t policy) const {
-    v.template load_n<VEC>(x + row * stride + col, n, policy);
+  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<T>& v) const {
+    v.template load_n<VEC>(x + row * stride + col, n);
   }
 };
 
@@ -40,27 +39,15 @@ void launch_direct(const Context& l, const Source& source, const QuantArgs& q) {
   else quantize_kernel<Source, FMT, MODE, false><<<tiles, kQuantThreads, 0, l.stream>>>(source, q);
 }
 
-// Launches a kernel that starts while the one before it ends, and waits for what that one wrote where it needs it.
-template <class... Parameters, class... Arguments>
-void launch_overlapping(const Context& l, void (*kernel)(Parameters...), unsigned grid, unsigned threads, size_t smem, Arguments&&... arguments) {
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(grid), config.blockDim = dim3(threads), config.dynamicSmemBytes = smem, config.stream = l.stream;
-  config.attrs = &overlap, config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
-}
-
 template <class Tiles, int FMT, int MODE, bool TR>
 void launch_tiles_of(const Context& l, const Tiles& source, const QuantArgs& q, Before before) {
   using Shape = TilesShape<Tiles, MODE, TR>;
   auto* kernel = quantize_tiles_kernel<Tiles, FMT, MODE, TR>;
-  static const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSmem);
-  (void)ready;  // a failure shows at the launch
+  static std::atomic<uint64_t> allowed;
+  allow_shared_memory(kernel, Shape::kSmem, allowed);
   const int64_t tiles = ceil_div(q.R, kTile) * ceil_div(Tiles::kPair ? q.C / 2 : q.C, kTile);
   const unsigned grid = static_cast<unsigned>(std::min<int64_t>(tiles, static_cast<int64_t>(l.sms) * Shape::kBlocks));
-  launch_overlapping(l, kernel, grid, kQuantThreads, Shape::kSmem, source, q, before, TR ? reuse.band : 1, reuse.cast_first);
+  launch_overlapping(l, kernel, grid, kQuantThreads, Shape::kSmem, source, q, before);
 }
 
 // How the casts of a tensor are launched: through TMA, or one tile a block where its rows forbid that.
@@ -86,9 +73,7 @@ template <class Source>
 void launch_amax(const Context& l, const Source& source, const QuantArgs& q, uint32_t* row_amax, uint32_t* col_amax) {
   const int64_t tiles = ceil_div(q.R, kTile) * ceil_div(Source::kPair ? q.C / 2 : q.C, kTile);
   const unsigned grid = static_cast<unsigned>(std::min<int64_t>(tiles, static_cast<int64_t>(l.sms) * kQuantBlocks<Source>));
-  const int64_t kept = int64_t{reuse.keep_mb} * 1000000 / (int64_t{kTile} * kTile * sizeof(typename Source::type) * Source::kInputs);
-  launch_overlapping(l, amax_kernel<Source>, grid, kQuantThreads, 0, source, q.R, q.C, q.used, q.stats, row_amax, col_amax, tiles - kept,
-                    reuse.early_first);
+  launch_overlapping(l, amax_kernel<Source>, grid, kQuantThreads, 0, source, q.R, q.C, q.used, q.stats, row_amax, col_amax);
 }
 
 // Row, block and MX scaling. Row scaling reads twice: the scale of the first value of a row depends on the last one;

@@ -103,9 +103,8 @@ __global__ void __launch_bounds__(kQuantThreads, kManyBlocks<T>) quantize_many_k
   for (int i = blockIdx.x; i < table.tiles(); i += gridDim.x) {
     const int index = table.tiles() - 1 - i, e = table.tensor_of(index);
     const ManyTensor& t = table.tensors[e];
-    const int tiles_r = static_cast<int>((t.q.R + kTile - 1) / kTile), tiles_c = static_cast<int>((t.q.C + kTile - 1) / kTile);
-    int row0, col0;
-    place_tile<TR>(index - table.first[e], tiles_r, tiles_c, row0, col0);
+    const int tiles_c = static_cast<int>((t.q.C + kTile - 1) / kTile), tile = index - table.first[e];
+    const int row0 = tile / tiles_c * kTile, col0 = tile % tiles_c * kTile;
     Vec8<T> v[8];
     load_many(t, row0, col0, v);
     __syncthreads();  // the shared memory of the tile before is free

@@ -328,17 +328,16 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
 
 template <class Source>
 __device__ __forceinline__ void load_tile(const Source& source, int64_t row0, int64_t col0, int64_t R, int64_t C,
-                                          Vec8<typename Source::type> (&v)[8], Vec8<typename Source::type> (&second)[8],
-                                          uint64_t policy = ptx::evict_normal()) {
+                                          Vec8<typename Source::type> (&v)[8], Vec8<typename Source::type> (&second)[8]) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int64_t row = row0 + (warp * 2 + (lane >> 4)) * 8, col = col0 + (lane & 15) * 8;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     if constexpr (Source::kPair) {
-      if (row + i < R) source.load(row + i, col, C - col, v[i], second[i], policy);
+      if (row + i < R) source.load(row + i, col, C - col, v[i], second[i]);
       else v[i].zero(), second[i].zero();
     } else {
-      if (row + i < R) source.load(row + i, col, C - col, v[i], policy);
+      if (row + i < R) source.load(row + i, col, C - col, v[i]);
       else v[i].zero();
     }
   }
@@ -364,15 +363,6 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
   add_seen<T>(q, seen);
 }
 
-// Where tile i of a tensor of tiles_r x tiles_c tiles begins. With a transposed copy the blocks that run together cover about a square, so
-// that both copies are written in runs of 2 KB.
-template <bool TR>
-__device__ __forceinline__ void place_tile(int i, int tiles_r, int tiles_c, int& row0, int& col0, int band_height = TR ? 16 : 1) {
-  const int band = i / (band_height * tiles_c), first = band * band_height, height = min(band_height, tiles_r - first);
-  i -= first * tiles_c;
-  row0 = (first + i % height) * kTile, col0 = i / height * kTile;
-}
-
 // Persistent, fed by TMA: while a tile is cast, the next ones are on their way. A Tiles type has `type`, `kInputs` tensors with a map each,
 // kPair (two output tiles: tensors of two halves [R, 2W] made from the same inputs; the second tile lies W columns further),
 // `prepare(col, width)` for what belongs to a thread's columns, and `read` from a stage.
@@ -388,8 +378,7 @@ struct TilesShape {
 
 template <class Tiles, int FMT, int MODE, bool TR>
 __global__ void __launch_bounds__(kQuantThreads, TilesShape<Tiles, MODE, TR>::kBlocks)
-    quantize_tiles_kernel(const __grid_constant__ Tiles source, const __grid_constant__ QuantArgs q, Before before, int band_height,
-                          bool reads_first) {
+    quantize_tiles_kernel(const __grid_constant__ Tiles source, const __grid_constant__ QuantArgs q, Before before) {
   using T = typename Tiles::type;
   using Shape = TilesShape<Tiles, MODE, TR>;
   constexpr int kStages = Shape::kStages;
@@ -397,10 +386,12 @@ __global__ void __launch_bounds__(kQuantThreads, TilesShape<Tiles, MODE, TR>::kB
   auto& sm = *reinterpret_cast<QuantSmem<T, MODE, TR>*>(stages + kStages * Shape::kStageBytes);
   uint64_t* full = reinterpret_cast<uint64_t*>(stages + kStages * Shape::kStageBytes + (sizeof(sm) + 15) / 16 * 16);
   const int64_t width = Tiles::kPair ? q.C / 2 : q.C;
-  const int tiles_c = static_cast<int>((width + kTile - 1) / kTile), tiles_r = static_cast<int>((q.R + kTile - 1) / kTile), tiles = tiles_r * tiles_c;
+  const int tiles_c = static_cast<int>((width + kTile - 1) / kTile), tiles = static_cast<int>((q.R + kTile - 1) / kTile) * tiles_c;
   const bool after = before != Before::kNothing;
-  auto place = [&](int i, int& row0, int& col0) { place_tile<TR>(after ? tiles - 1 - i : i, tiles_r, tiles_c, row0, col0, band_height); };
-  const uint64_t policy = reads_first ? ptx::evict_first() : ptx::evict_normal();
+  auto place = [&](int i, int& row0, int& col0) {
+    if (after) i = tiles - 1 - i;
+    row0 = i / tiles_c * kTile, col0 = i % tiles_c * kTile;
+  };
   auto fetch = [&](int i, int stage) {
     if (i >= tiles) return;
     int row0, col0;
@@ -408,7 +399,7 @@ __global__ void __launch_bounds__(kQuantThreads, TilesShape<Tiles, MODE, TR>::kB
     ptx::barrier_arrive_expect(full + stage, Shape::kStageBytes);
 #pragma unroll
     for (int k = 0; k < Tiles::kInputs; ++k)
-      ptx::tma_load_2d(stages + stage * Shape::kStageBytes + k * Shape::kInputBytes, source.maps + k, full + stage, col0, row0, policy);
+      ptx::tma_load_2d(stages + stage * Shape::kStageBytes + k * Shape::kInputBytes, source.maps + k, full + stage, col0, row0);
   };
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) ptx::barrier_init(full + s, 1);
@@ -510,8 +501,7 @@ __device__ __forceinline__ uint32_t tile_amax(const Vec8<T> (&v)[8], int64_t row
 // the caller zeroed. Persistent.
 template <class Source>
 __global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
-    amax_kernel(const __grid_constant__ Source source, int64_t R, int64_t C, const int64_t* used, float* stats, uint32_t* row_amax, uint32_t* col_amax,
-                int64_t keep_from, bool early_first) {
+    amax_kernel(const __grid_constant__ Source source, int64_t R, int64_t C, const int64_t* used, float* stats, uint32_t* row_amax, uint32_t* col_amax) {
   using T = typename Source::type;
   __shared__ uint32_t sm[16][kTile / Elem<T>::kPer];
   const int64_t width = Source::kPair ? C / 2 : C;
@@ -525,8 +515,7 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
     const int64_t row0 = index / tiles_c * kTile, col0 = index % tiles_c * kTile;
     Vec8<T> v[8], second[8];
-    const uint64_t policy = index >= keep_from ? ptx::evict_last() : early_first ? ptx::evict_first() : ptx::evict_normal();
-    load_tile(source, row0, col0, loaded, width, v, second, policy);
+    load_tile(source, row0, col0, loaded, width, v, second);
     amax = max(amax, tile_amax<T>(v, row0, col0, R, width, row_amax, col_amax, sm, nonfinite));
     if constexpr (Source::kPair) amax = max(amax, tile_amax<T>(second, row0, col0 + width, R, C, row_amax, col_amax, sm, nonfinite));
   }

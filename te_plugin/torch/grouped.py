@@ -24,6 +24,7 @@ from te_plugin.torch.linear import (
     cast_weight,
     check_main_grad,
     check_state,
+    cut_rows,
     padded_rows,
     saved_operands,
 )
@@ -147,7 +148,7 @@ def grouped_linear(
     if state is not None:
         check_state(state, options)
     rows = padded_rows(x, precision)  # surplus rows like any others
-    return apply(_Fp8GroupedLinear, (rows, weight, group_sizes), state, options, torch.is_grad_enabled())[:x.shape[0]]
+    return cut_rows(apply(_Fp8GroupedLinear, (rows, weight, group_sizes), state, options, torch.is_grad_enabled()), x)
 
 
 def refuse_delayed(precision: str) -> None:

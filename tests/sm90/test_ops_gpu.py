@@ -26,6 +26,11 @@ def random(shape, dtype, seed, scale=1.0):
     return t, t.double().cpu().numpy()
 
 
+def normal(shape, dtype, seed):
+    """As random, made on the device: for large tensors."""
+    return torch.randn(shape, dtype=torch.float32, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).to(dtype)
+
+
 def norm64(x, w, eps):
     rstd = 1 / np.sqrt(np.mean(x * x, axis=1) + eps)
     return x * rstd[:, None] * w, rstd
@@ -75,6 +80,40 @@ def test_rms_norm_with_residual(dtype, rows, cols):
     assert reference.relative_error(dx.double().cpu(), want) < bound(dtype)
     gpu.call("rms_norm_backward", dy, h, w, rstd, dx, plain_dw)
     assert torch.equal(dw, plain_dw)
+
+
+# Rows of a width that is taken through the ring of stages, many times around it; wide rows in few stages.
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("rows,cols", [(5000, 264), (3000, 4096), (900, 8192), (700, 16384)])
+@pytest.mark.parametrize("offset", [8, 1], ids=["rows on 16 bytes", "rows off 16 bytes"])
+def test_rms_norm_backward_of_rows_that_are_apart(dtype, rows, cols, offset):
+    w, rstd = normal((cols,), dtype, 1), normal((rows,), torch.float32, 2).abs() + 0.5
+    dy, dh, x = (normal((rows, cols), dtype, seed) for seed in range(3, 6))
+
+    def backward(dy, x, dh=None):
+        dx, dw = gpu.poisoned((rows, cols), dtype), gpu.poisoned((cols,), torch.float32)
+        if dh is None:
+            gpu.call("rms_norm_backward", dy, x, w, rstd, dx, dw)
+        else:
+            gpu.call("rms_norm_residual_backward", dy, dh, x, w, rstd, dx, dw)
+        return dx, dw
+
+    def apart(t):
+        wide = gpu.poisoned((rows, cols + 16), dtype)
+        wide[:, offset : offset + cols] = t
+        return wide[:, offset : offset + cols]
+
+    dx, dw = backward(dy, x)
+    hat = x.double() * rstd.double()[:, None]
+    g = dy.double() * w.double()
+    want = rstd.double()[:, None] * (g - hat * (g * hat).mean(1, keepdim=True))
+    assert ((dx.double() - want).norm() / want.norm()).item() < bound(dtype)
+    want_dw = (dy.double() * hat).sum(0)
+    assert ((dw.double() - want_dw).norm() / want_dw.norm()).item() < 1e-5
+    for got, same in zip(backward(apart(dy), apart(x)), (dx, dw), strict=True):
+        assert torch.equal(got, same)
+    for got, same in zip(backward(apart(dy), apart(x), dh), backward(dy, x, dh), strict=True):
+        assert torch.equal(got, same)
 
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
@@ -214,6 +253,28 @@ def test_fused_kernels_equal_the_op_followed_by_quantize(granularity, fmt, scale
         gpu.call("dswiglu_quantize", x, pair, given, *out, code, fmt.code, 0)
         gpu.call("swiglu_backward", x, pair, dx)
         check_fused(out, dx, granularity, fmt, given, transpose)
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["x", "x+residual"])
+@pytest.mark.parametrize("rows,cols", [(5000, 264), (3000, 2056), (3000, 4096), (1500, 8192), (700, 16384)])
+@pytest.mark.parametrize("special", [False, True], ids=["finite", "non-finite"])
+def test_rms_norm_quantize_of_many_rows(rows, cols, residual, special):
+    x, extra = (normal((rows, cols), torch.bfloat16, seed) for seed in (17, 18))
+    w = normal((cols,), torch.bfloat16, 19)
+    if special:
+        x[3, 5], x[rows - 1, cols - 1] = float("nan"), float("inf")
+    wide = gpu.poisoned((rows, cols + 8), torch.bfloat16)
+    wide[:, 8:] = x
+    h = gpu.poisoned((rows, cols), torch.bfloat16) if residual else None
+    rstd, out = gpu.poisoned((rows,), torch.float32), fused_outputs(rows, cols, "tensor", True)
+    gpu.call("rms_norm_quantize", wide[:, 8:], extra if residual else None, w, h, rstd, None, *out, 1e-5, 0, 0, 0)
+    total = x + extra if residual else x
+    y, rstd2 = gpu.poisoned((rows, cols), torch.bfloat16), gpu.poisoned((rows,), torch.float32)
+    gpu.call("rms_norm_forward", total, w, y, rstd2, 1e-5)
+    np.testing.assert_array_equal(rstd.cpu().numpy(), rstd2.cpu().numpy())
+    if residual:
+        np.testing.assert_array_equal(h.float().cpu().numpy(), total.float().cpu().numpy())
+    check_fused(out, y, "tensor", E4M3, None, True)
 
 
 def test_ops_replay_in_a_cuda_graph():
