@@ -267,7 +267,7 @@ def registered(op: str) -> tuple[Kernel, ...]:
 def ops() -> tuple[str, ...]:
     import te_plugin.ops  # noqa: F401
 
-    return tuple(_registry)
+    return tuple(op for op, kernels in _registry.items() if kernels)
 
 
 def plan(problem: Problem, target: Target | str = "auto", kernel: str = "auto", fallback: str = "error") -> Plan:
