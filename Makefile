@@ -78,8 +78,11 @@ sm90: | python compiler
 	"$(CMAKE)" -S . -B build/gpu $(GENERATOR) -DPython_EXECUTABLE="$$("$(PYTHON)" -c 'import sys; print(sys.executable)')" -DTE_PLUGIN_SM90=ON --log-level=WARNING
 	"$(CMAKE)" --build build/gpu --parallel
 
+# This folder before what PYTHON finds by itself and by its PYTHONPATH.
+WITH_HERE = $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
 test-gpu: sm90
-	PYTHONPATH=. "$(PYTHON)" -m pytest -m "gpu or multigpu" $(PYTEST_ARGS)
+	PYTHONPATH="$(WITH_HERE)" "$(PYTHON)" -m pytest -m "gpu or multigpu" $(PYTEST_ARGS)
 
 # The small problems of every kernel; the others would take hours under a checker. Without torch's cache every tensor is an allocation
 # of its own, so that an access outside it is seen.
@@ -90,7 +93,7 @@ LARGE := several_tiles or long_sums or 128256 or graph or 1104 or 2568 or of_man
 sanitize: sm90
 	@test -n "$(SANITIZER)" || { echo "No compute-sanitizer found. It comes with the CUDA toolkit: install that, or put its bin folder on PATH" >&2; exit 1; }
 	for tool in $(TOOLS); do \
-	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=. "$(SANITIZER)" --tool $$tool --kernel-name kernel_substring=_ZN2te --error-exitcode 1 \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH="$(WITH_HERE)" "$(SANITIZER)" --tool $$tool --kernel-name kernel_substring=_ZN2te --error-exitcode 1 \
 	    "$(PYTHON)" -m pytest tests/sm90 -m gpu -k "not ($(LARGE))" $(PYTEST_ARGS) || exit 1; \
 	done
 
