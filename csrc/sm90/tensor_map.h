@@ -33,8 +33,16 @@ inline CUtensorMap encode_map(const void* p, int64_t rows, int64_t columns, int6
   const cuuint64_t strides[2] = {static_cast<cuuint64_t>(pitch), static_cast<cuuint64_t>(rows * pitch)};
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t steps[3] = {1, 1, 1};
-  const CUresult result = encode_tiled()(&map, type, matrices ? 3 : 2, const_cast<void*>(p), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                         swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  auto encode = [&] {
+    return encode_tiled()(&map, type, matrices ? 3 : 2, const_cast<void*>(p), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = encode();
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {
+    // A thread that has made no call of the runtime yet, such as autograd's: the first one gives it the device's context.
+    cudaFree(nullptr);
+    result = encode();
+  }
   TE_CHECK(result == CUDA_SUCCESS, name << " cannot be described to the copy engine (driver code " << static_cast<int>(result) << ", " << rows << " rows of "
                                         << columns << " elements, pitch " << pitch << " bytes)");
   return map;

@@ -25,7 +25,10 @@ def reason_to_skip() -> str | None:
 
 
 def call(name: str, *args) -> None:
+    """Waits for the kernel where that is allowed: a fault shows at its own call, and the arguments live until they are read."""
     ffi.function("sm90", name)(*args)
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
 
 
 def cuda(array: np.ndarray, dtype=None):

@@ -1,5 +1,7 @@
 """Dense and grouped GEMM against float64 products of the values that the FP8 codes and scales stand for."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -265,6 +267,28 @@ def test_wrong_group_sizes_stay_inside_the_tensors():
         c = gpu.poisoned((64, 128), torch.bfloat16)
         gpu.call("grouped_gemm", a, b, torch.tensor(sizes, device="cuda"), c)
         assert torch.isfinite(c).all()
+
+
+def test_a_thread_whose_first_call_this_is():
+    """Autograd's thread may get here before any other call has given it a context; the driver's own functions need one."""
+    a, scale_a, _ = gpu.quantized(rough(300, 256, 10), "tensor")
+    b, scale_b, _ = gpu.quantized(rough(256, 256, 11), "tensor")
+    results = [gpu.poisoned((300, 256), torch.bfloat16) for _ in range(2)]
+    arguments = lambda c: ("gemm_fp8", a, b, scale_a, scale_b, c, 0, 0, 0, 0)  # noqa: E731
+    gpu.call(*arguments(results[0]))
+    failures = []
+
+    def first_call():
+        try:
+            gpu.call(*arguments(results[1]))
+        except Exception as error:  # a thread's exception reaches nobody by itself
+            failures.append(error)
+
+    thread = threading.Thread(target=first_call)
+    thread.start()
+    thread.join()
+    assert not failures, failures
+    assert torch.equal(*results)
 
 
 def test_gemm_replays_in_a_cuda_graph():
