@@ -42,7 +42,7 @@ class Breakdown:
     groups: dict[str, float]
     kernels: tuple[Kernel, ...]
 
-    def as_json(self, most: int = 40) -> dict:
+    def as_json(self, most: int = 15) -> dict:
         """The groups, and the kernels that take longest."""
         return {"ms": {name: _digits(ms) for name, ms in self.groups.items()},
                 "kernels": [{"name": k.name[:160], "group": k.group, "ms": _digits(k.ms), "launches": _digits(k.launches)}
