@@ -40,10 +40,12 @@ def megatron_adapter() -> Adapter:
 
 def _initialize(cfg: Config, world: World) -> World:
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     from te_plugin.megatron import initialize
 
     initialize(cfg, world.device)
+    destroy_moe_metrics_tracker()  # it keeps the number of layers of the first model with experts in the process
     if cfg.parallel.tensor_parallel == 1:
         return world
     return with_tensor_parallel(
@@ -53,10 +55,8 @@ def _initialize(cfg: Config, world: World) -> World:
 
 def _finalize() -> None:
     from megatron.core import parallel_state
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     parallel_state.destroy_model_parallel()
-    destroy_moe_metrics_tracker()  # it keeps the number of layers of the first model with experts in the process
 
 
 def _shard_units(model: nn.Module) -> list[nn.Module]:
