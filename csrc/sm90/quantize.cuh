@@ -103,7 +103,6 @@ void quantize_tensor(const Context& l, const Source& source, const Cast& cast, Q
 }
 
 // FUSED: E5M2 with tensor scaling only (the gradients of fp8_current and fp8_delayed); the host code has refused the rest.
-
 template <bool FUSED, class Source, class Cast>
 void quantize_all(const Context& l, const Source& source, const Cast& cast, const QuantArgs& q, int64_t granularity, int64_t format, Before before,
                   bool have_amax = false) {

@@ -51,16 +51,21 @@ def _rows(op, name, calls, seconds, error, ours=("sm90",), products=1) -> list[R
     return rows
 
 
+def _routing(sizes: tuple[int, ...]):
+    """Group sizes and their ends on the device, sampled rows, and the expert of each of these."""
+    device_sizes = torch.tensor(sizes, dtype=torch.int32, device="cuda")
+    ends = torch.cumsum(device_sizes, 0, dtype=torch.int32)
+    samples = cuda.sampled_rows(TOKENS)
+    return device_sizes, ends, samples, torch.searchsorted(ends, samples.int(), right=True)
+
+
 def forward(name: str, sizes: tuple[int, ...], seconds: float) -> list[Row]:
     groups = len(sizes)
     generator = torch.Generator("cuda").manual_seed(2)
     x = torch.randn(TOKENS, IN, generator=generator, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(groups * OUT, IN, generator=generator, device="cuda", dtype=torch.bfloat16)
     y = torch.empty(TOKENS, OUT, device="cuda", dtype=torch.bfloat16)
-    device_sizes = torch.tensor(sizes, dtype=torch.int32, device="cuda")
-    ends = torch.cumsum(device_sizes, 0, dtype=torch.int32)
-    samples = cuda.sampled_rows(TOKENS)
-    expert = torch.searchsorted(ends, samples.int(), right=True)
+    device_sizes, ends, samples, expert = _routing(sizes)
 
     def reference(x_values, w_values):
         weights = w_values.view(groups, OUT, IN)
@@ -152,10 +157,7 @@ def layer(name: str, sizes: tuple[int, ...], seconds: float) -> list[Row]:
     x = torch.randn(TOKENS, IN, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
     dy = torch.randn(TOKENS, OUT, generator=generator, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(groups, OUT, IN, generator=generator, device="cuda", dtype=torch.bfloat16)
-    device_sizes = torch.tensor(sizes, dtype=torch.int32, device="cuda")
-    ends = torch.cumsum(device_sizes, 0, dtype=torch.int32)
-    samples = cuda.sampled_rows(TOKENS)
-    expert = torch.searchsorted(ends, samples.int(), right=True)
+    device_sizes, ends, samples, expert = _routing(sizes)
     want = torch.stack([w[e].double().T @ dy[r].double() for r, e in zip(samples, expert, strict=True)]).cpu().numpy()
 
     def ours(precision):

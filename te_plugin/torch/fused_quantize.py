@@ -14,7 +14,7 @@ from te_plugin.ops.activation_quantize.problem import ActivationQuantizeProblem
 from te_plugin.ops.norm_quantize.problem import NormQuantizeProblem
 from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch import launches
-from te_plugin.torch.call import define, dtype_name, empty, is_direct, launch, target_of
+from te_plugin.torch.call import addressable, define, dtype_name, empty, is_direct, launch, target_of
 from te_plugin.torch.options import Options
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.pointwise import (
@@ -25,8 +25,6 @@ from te_plugin.torch.pointwise import (
     swiglu_forward_impl,
 )
 from te_plugin.torch.quantize import QuantizedTensor, QuantizeOptions, as_op, as_tensor, outputs_of, quantize_impl
-
-ALIGNMENT = 16  # bytes: rows of the fused kernels' inputs start there
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,8 @@ def _activation_plan(rows, columns, gradient, dtype, device, key) -> Plan:
 
 
 def _fused(x: torch.Tensor) -> torch.Tensor:
-    """x as the fused kernels read it; a copy only for views that start at an odd place."""
-    x = x.contiguous()
-    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+    """x as the fused kernels read it."""
+    return addressable(x.contiguous())
 
 
 def _norm_quantize(x, residual, weight, scale, options: str):
