@@ -96,7 +96,7 @@ def _scaled_wgrad(dy_t, scale_dy, x_t, scale_x, group_sizes, out_dtype, o: Group
 
 def _quantize(x, operand: str, o: GroupedOptions, transpose: bool = True) -> QuantizedArray:
     kind = numerics.scaling(o.precision)
-    fmt = kind.gradient_format if operand == "gradient" else kind.forward_format
+    fmt = kind.format(operand)
     return quantize(
         x, fmt.name, getattr(kind, operand), pow2_scale=o.pow2_scale, transpose=transpose, fallback=o.fallback
     )

@@ -28,6 +28,9 @@ class QuantizeOptions(Options):
     kernel: str = "auto"
     fallback: str = "error"
 
+    def problem(self, rows: int, columns: int, dtype: str) -> QuantizeProblem:
+        return QuantizeProblem(rows, columns, dtype, self.format, self.granularity, self.pow2_scale, self.transpose, self.delayed)
+
 
 @dataclass
 class QuantizedTensor:
@@ -67,8 +70,7 @@ class QuantizedTensor:
 @remember_unmeasured
 def _plan(rows, columns, dtype, device, key) -> Plan:
     o = QuantizeOptions.from_key(key)
-    problem = QuantizeProblem(rows, columns, dtype, o.format, o.granularity, o.pow2_scale, o.transpose, o.delayed)
-    return plan(problem, target_of(device), o.kernel, o.fallback)
+    return plan(o.problem(rows, columns, dtype), target_of(device), o.kernel, o.fallback)
 
 
 def _specs(rows: int, columns: int, o: QuantizeOptions):

@@ -30,7 +30,7 @@ def _prepared(shapes, dtype, device, key):
     """What a call needs besides its tensors: the plan, and shape and dtype of the copies of every tensor."""
     o = QuantizeOptions.from_key(key)
     matrices = [shape[-2:] for shape in shapes for _ in range(shape[0] if len(shape) == 3 else 1)]
-    problem = QuantizeManyProblem.of(matrices, dtype, o.format, o.granularity, o.pow2_scale, o.transpose, o.delayed)
+    problem = QuantizeManyProblem.of(o.problem(*matrix, dtype) for matrix in matrices)
     return plan(problem, target_of(device), o.kernel, o.fallback), [specs_of(shape, o)[:4] for shape in shapes]
 
 

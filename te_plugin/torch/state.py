@@ -46,7 +46,7 @@ class DelayedScaling(nn.Module):
         return self
 
     def format(self, operand: int) -> numerics.Fp8Format:
-        return self.scaling.gradient_format if operand == 2 else self.scaling.forward_format
+        return self.scaling.format(self.OPERANDS[operand])
 
     def cast_of(self, operand: str, transpose: bool) -> tuple[QuantizeOptions, torch.Tensor]:
         """How an operand is quantised in this step: the options and the given scale, FP32[1]."""
@@ -259,8 +259,7 @@ class LinearState(nn.Module):
 
 def operand_options(kind: numerics.Scaling, operand: str, pow2: bool, transpose: bool) -> QuantizeOptions:
     """How a scaling quantises one operand of a linear layer."""
-    fmt = kind.gradient_format if operand == "gradient" else kind.forward_format
-    return options_of(QuantizeOptions, fmt.name, getattr(kind, operand), pow2, transpose)
+    return options_of(QuantizeOptions, kind.format(operand).name, getattr(kind, operand), pow2, transpose)
 
 
 _optimizer_steps = 0

@@ -77,10 +77,10 @@ def test_the_weights_of_all_layers_are_planned_together_where_a_run_does_so(over
     if count is None:
         assert "weights.quantize" not in problems
         return
-    shapes = problems["weights.quantize"].shapes
+    casts = problems["weights.quantize"].casts
     dense = {(problem.rows, problem.columns) for label, problem in problems.items() if label.endswith("quantize_w")}
-    assert {n for *_, n in shapes} == ({count, 4 * count} if "moe=tiny" in overrides else {count})
-    assert "moe=tiny" in overrides or {shape[:2] for shape in shapes} == dense
+    assert {n for _, n in casts} == ({count, 4 * count} if "moe=tiny" in overrides else {count})
+    assert "moe=tiny" in overrides or {(cast.rows, cast.columns) for cast, _ in casts} == dense
 
 
 def test_a_kernel_asked_for_by_name_explains_the_others_too(explain):

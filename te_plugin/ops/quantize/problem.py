@@ -37,6 +37,13 @@ class QuantizeProblem:
         if self.delayed and self.granularity != "tensor":
             raise ValueError(f"a given scale is per tensor; granularity is {self.granularity!r}")
 
+    @classmethod
+    def of_operand(cls, rows: int, columns: int, dtype: str, kind: numerics.Scaling, operand: str, pow2: bool,
+                   transpose: bool) -> QuantizeProblem:
+        """An operand ("activation", "weight" or "gradient") of a linear layer. pow2: where the scaling computes its scales."""
+        return cls(rows, columns, dtype, kind.format(operand).name, getattr(kind, operand), pow2 and not kind.delayed, transpose,
+                   kind.delayed)
+
     def scale_shape(self) -> tuple[int, ...]:
         """Shape of scale_inv of the row-major copy (uint8 exponents for mx, else fp32)."""
         return scale_shape(self.rows, self.columns, self.granularity)
