@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from te_plugin.ops.quantize.problem import check_format, check_granularity
 from te_plugin.ops.quantize_many.problem import QuantizeManyProblem
 from te_plugin.plan import plan, remember_unmeasured
 from te_plugin.torch import launches
@@ -115,6 +116,8 @@ def quantize_many(
     """
     tensors = [x.detach() for x in tensors]
     scales = None if scales is None else list(scales)
+    check_format(dtype)
+    check_granularity(granularity)
     _check(tensors, scales, granularity, pow2_scale)
     o = options_of(QuantizeOptions, dtype, granularity, bool(pow2_scale), bool(transpose), scales is not None, kernel, fallback)
     if not tensors:

@@ -124,6 +124,8 @@ REFUSALS = [
     (([X.int()],), {}, "dtype torch.int32 is not one of"),
     (([X], "e4m4"), {}, "'e4m4' is not one of e4m3"),
     (([X], "e4m3", "column"), {}, "'column' is not one of tensor, row"),
+    (([], "e4m4"), {}, "'e4m4' is not one of e4m3"),
+    (([], "e4m3", "column"), {}, "'column' is not one of tensor, row"),
     (([X], "e4m3", "row"), {"scales": [torch.ones(1)]}, "granularity is 'row'"),
     (([X],), {"scales": [torch.ones(1)], "pow2_scale": True}, "pow2_scale=True"),
     (([X, X],), {"scales": [torch.ones(1)]}, "1 scales for 2 tensors"),
