@@ -144,7 +144,9 @@ class LinearState(nn.Module):
         self._cached_is_noted = False
         self._advanced_for: tuple | None = None
         self._explicit_steps = False
+        # As far as the host knows: a traced graph calibrates on the device alone (`fresh`), and `advance` asks there.
         self._uncalibrated = set(DelayedScaling.OPERANDS) if kind.delayed else set()
+        self._was_traced = False
         # Whether the last training forward needed the transposed weight; None before the first one.
         self.keeps_transpose: bool | None = None
         self.weight_casts = 0
@@ -164,6 +166,10 @@ class LinearState(nn.Module):
         self._explicit_steps = True
         self.new_step()
         if self.delayed is not None:
+            if self._was_traced and self._uncalibrated:
+                # The next call is traced anew without the calibration, and with the fused casts that it kept out.
+                fresh = zip(DelayedScaling.OPERANDS, self.delayed.fresh.tolist(), strict=True)
+                self._uncalibrated &= {operand for operand, is_fresh in fresh if is_fresh}
             self.delayed.advance(group)
 
     def begin(self, weight: torch.Tensor) -> None:
@@ -171,7 +177,12 @@ class LinearState(nn.Module):
 
         Without gradients too: the forward that activation recompute repeats must see the scales that the repetition sees.
         """
-        if self.delayed is None or self._explicit_steps or torch.compiler.is_compiling():
+        if self.delayed is None:
+            return
+        if torch.compiler.is_compiling():
+            self._was_traced = True
+            return
+        if self._explicit_steps:
             return
         # Not by address: FSDP2 gathers a weight to another place for each microbatch.
         identity = (id(weight), weight._version, _optimizer_steps)
