@@ -231,7 +231,9 @@ class LinearState(nn.Module):
         if record:
             self.keeps_transpose = transpose
         if self._lacks(weight, transpose):
-            self.keep_weight(weight, self.quantize(weight.detach(), "weight", transpose, record), record)
+            # A training forward without gradients is one that recompute repeats with them: cast once for both.
+            both = transpose or (self.training and bool(self.keeps_transpose))
+            self.keep_weight(weight, self.quantize(weight.detach(), "weight", both, record), record)
         elif record and not self._cached_is_noted:  # an evaluation made it, or refresh_weights
             self.note("weight", self._cached, True)
             self._cached_is_noted = True
