@@ -41,6 +41,7 @@ class QkvRopeOptions(Options):
     fallback: str = "error"
 
     def problem(self, tokens: int, head_dim: int, dtype: str) -> QkvRopeProblem:
+        """Of qkv[tokens, (heads + 2*kv_heads) * head_dim]."""
         return QkvRopeProblem(tokens, self.heads, self.kv_heads, head_dim, self.layout, dtype)
 
 

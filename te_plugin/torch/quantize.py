@@ -29,6 +29,7 @@ class QuantizeOptions(Options):
     fallback: str = "error"
 
     def problem(self, rows: int, columns: int, dtype: str) -> QuantizeProblem:
+        """Of x[rows, columns]."""
         return QuantizeProblem(rows, columns, dtype, self.format, self.granularity, self.pow2_scale, self.transpose, self.delayed)
 
 
