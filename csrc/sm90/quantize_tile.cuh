@@ -405,6 +405,7 @@ __global__ void __launch_bounds__(kQuantThreads, TilesShape<Tiles, MODE, TR>::kB
     for (int s = 0; s < kStages; ++s) ptx::barrier_init(full + s, 1);
     ptx::fence_barrier_init();
   }
+  __syncthreads();
   // The kernel starts while the one before it ends: what that one wrote (statistics, amax, rstd) is waited for where it is needed. The
   // inputs were complete before (begin_quantize launches a kernel in between), except where the one before made them.
   if (before == Before::kInputs) ptx::wait_for_previous_kernel();
@@ -412,7 +413,6 @@ __global__ void __launch_bounds__(kQuantThreads, TilesShape<Tiles, MODE, TR>::kB
     for (int s = 0; s < kStages; ++s) fetch(blockIdx.x + s * gridDim.x, s);
   if (before == Before::kPass) ptx::wait_for_previous_kernel();
   const Scale given = MODE == kGiven ? given_scale<FMT>(q) : Scale{};
-  __syncthreads();
 
   const int lane = threadIdx.x & 31, row_local = (threadIdx.x >> 5) * 16 + (lane >> 4) * 8, col_local = (lane & 15) * 8;
   const int used = static_cast<int>(rows_used(q.used, q.R));

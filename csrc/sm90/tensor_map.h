@@ -9,17 +9,23 @@ namespace te {
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
                                  const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// The driver's function, without linking libcuda.
-inline EncodeTiled encode_tiled() {
-  static const EncodeTiled function = [] {
-    void* p = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &p, 12000, cudaEnableDefault, &result);
-    if (status != cudaSuccess || result != cudaDriverEntryPointSuccess)
-      TVM_FFI_THROW(RuntimeError) << "this CUDA driver has no cuTensorMapEncodeTiled; version 12.0 or later is needed";
-    return reinterpret_cast<EncodeTiled>(p);
-  }();
-  return function;
+// A function of the driver, without linking libcuda. version: of CUDA, as in 12000.
+template <typename Function>
+Function driver_function(const char* name, unsigned version) {
+  void* p = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &p, version, cudaEnableDefault, &result);
+  if (status != cudaSuccess || result != cudaDriverEntryPointSuccess)
+    TVM_FFI_THROW(RuntimeError) << "this CUDA driver has no " << name << "; version 12.0 or later is needed";
+  return reinterpret_cast<Function>(p);
+}
+
+// A thread that has made no call of the runtime yet, such as autograd's, has no context, which the driver's functions need: the first
+// call gives it the device's. Not called otherwise, since a stream that is being captured allows no cudaFree.
+inline void have_context() {
+  static const auto current = driver_function<CUresult (*)(CUcontext*)>("cuCtxGetCurrent", 4000);
+  CUcontext context = nullptr;
+  if (current(&context) != CUDA_SUCCESS || context == nullptr) cudaFree(nullptr);
 }
 
 // Rows of `columns` elements of element_bytes (1, 2 or 4), `pitch` bytes apart; boxes of box_rows x box_columns; zeros outside.
@@ -33,16 +39,10 @@ inline CUtensorMap encode_map(const void* p, int64_t rows, int64_t columns, int6
   const cuuint64_t strides[2] = {static_cast<cuuint64_t>(pitch), static_cast<cuuint64_t>(rows * pitch)};
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t steps[3] = {1, 1, 1};
-  auto encode = [&] {
-    return encode_tiled()(&map, type, matrices ? 3 : 2, const_cast<void*>(p), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  };
-  CUresult result = encode();
-  if (result == CUDA_ERROR_INVALID_CONTEXT) {
-    // A thread that has made no call of the runtime yet, such as autograd's: the first one gives it the device's context.
-    cudaFree(nullptr);
-    result = encode();
-  }
+  static const auto encode = driver_function<EncodeTiled>("cuTensorMapEncodeTiled", 12000);
+  have_context();
+  const CUresult result = encode(&map, type, matrices ? 3 : 2, const_cast<void*>(p), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   TE_CHECK(result == CUDA_SUCCESS, name << " cannot be described to the copy engine (driver code " << static_cast<int>(result) << ", " << rows << " rows of "
                                         << columns << " elements, pitch " << pitch << " bytes)");
   return map;
