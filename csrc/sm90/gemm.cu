@@ -2,7 +2,8 @@
 //
 // scale_kind: 0 tensor x tensor (scale_a[1], scale_b[1]; grouped: scale_b[E] or [1]), 1 row x row (scale_a[M], scale_b[N]; grouped
 // scale_b[E, N]), 2 block 1x128 x 128x128 (scale_a[M, K/128], scale_b[N/128, K/128], grouped with E in front), 3 block 1x128 x
-// 1x128 (scale_a[M, K/128], scale_b[N, K/128]). Scales are dequantisation multipliers (scale_inv of quantize), sizes rounded up.
+// 1x128 (scale_a[M, K/128], scale_b[N, K/128]). Scales are dequantisation multipliers (scale_inv of quantize), sizes rounded up; those of 1x128
+// may also be transposes of contiguous tensors (by_block).
 #include "gemm_kernels.h"
 #include "host.h"
 #include "tensor_map.h"
@@ -63,8 +64,9 @@ void check_sizes(const TensorView& sizes, const TensorView& first, int64_t group
 }
 
 void check_scales(const TensorView& a, const TensorView& b, const Problem& p) {
-  check_f32(a, "scale_a");
-  check_f32(b, "scale_b");
+  TE_CHECK(is_f32(a) && is_f32(b), "scale_a and scale_b must be float32");
+  if (p.scale_kind < kBlockA_BlockB) check_contiguous(a, "scale_a");
+  if (p.scale_kind < kBlockA_BlockA) check_contiguous(b, "scale_b");
   const int64_t kb = ceil_div(p.K, 128), nb = ceil_div(p.N, 128), E = p.groups;
   const bool grouped_b = p.mode == Mode::ragged_m;
   switch (p.scale_kind) {
@@ -101,7 +103,7 @@ void run(const Launch& l, const Problem& p, const TensorView& a, const TensorVie
   check_same_device(c, a, "c");
   check_output(c, accumulate);
   constexpr int64_t kLimit = int64_t{1} << 31;
-  TE_CHECK(p.M < kLimit && p.N < kLimit && p.K < kLimit && p.M * ceil_div(p.K, 128) < kLimit && p.groups * p.N < kLimit,
+  TE_CHECK(p.M < kLimit && p.N < kLimit && p.K < kLimit && p.M * ceil_div(p.K, 128) < kLimit && p.N * ceil_div(p.K, 128) < kLimit && p.groups * p.N < kLimit,
            "problem too large: M " << p.M << ", N " << p.N << ", K " << p.K);
   GemmArgs g{};
   g.M = static_cast<int>(p.M), g.N = static_cast<int>(p.N), g.K = static_cast<int>(p.K);
@@ -118,6 +120,8 @@ void run(const Launch& l, const Problem& p, const TensorView& a, const TensorVie
     g.scale_a = pointer<const float>(*scale_a);
     g.scale_b = pointer<const float>(*scale_b);
     g.scale_rows = p.scale_kind == kRowRow;
+    g.scale_a_by_block = p.scale_kind >= kBlockA_BlockB && by_block(*scale_a, "scale_a");
+    g.scale_b_by_block = p.scale_kind == kBlockA_BlockA && by_block(*scale_b, "scale_b");
     g.scale_b_groups = p.mode == Mode::ragged_m && p.scale_kind == kTensorTensor && scale_b->size(0) == p.groups;
   }
   if (sizes) {

@@ -29,6 +29,7 @@ struct GemmArgs {
   bool scale_rows;        // false: scale_a[0] * scale_b[group or 0]; true: scale_a[row] * scale_b[column]
   bool scale_b_groups;
   int scale_k;            // K blocks of 128: row length of block scales
+  bool scale_a_by_block, scale_b_by_block;  // 1x128: block after block in memory instead of line after line
   // Groups.
   const void* sizes;
   bool sizes64;

@@ -92,6 +92,13 @@ inline void check_same_device(const TensorView& t, const TensorView& first, cons
            name << " lies on another device than the first tensor; move it there");
 }
 
+// Scales of 1x128 blocks [lines, blocks]: line after line (false), or block after block (true), so that those of neighbouring lines touch.
+inline bool by_block(const TensorView& t, const char* name) {
+  if (contiguous(t)) return false;
+  TE_CHECK(t.ndim() == 2 && t.stride(0) == 1 && t.stride(1) == t.size(0), name << " must be contiguous, or the transpose of a contiguous tensor");
+  return true;
+}
+
 // Stride between rows of a [R, C] tensor whose rows may be apart, but whose columns touch.
 inline int64_t row_stride(const TensorView& t, const char* name) {
   TE_CHECK(t.ndim() == 2, name << " must have two dimensions, got " << shape_text(t));

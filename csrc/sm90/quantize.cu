@@ -58,7 +58,7 @@ void quantize_with_scale_transpose(TensorView x, TensorView scale, TensorView da
 
 // Eight codes a thread.
 template <typename T, int FMT>
-__global__ void dequantize_kernel(const uint8_t* data, const void* scale_inv, T* y, int64_t R, int64_t C, int granularity) {
+__global__ void dequantize_kernel(const uint8_t* data, const void* scale_inv, T* y, int64_t R, int64_t C, int granularity, bool by_block) {
   const int64_t per_row = (C + 7) / 8;
   const int64_t index = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
   if (index >= R * per_row) return;
@@ -67,7 +67,7 @@ __global__ void dequantize_kernel(const uint8_t* data, const void* scale_inv, T*
   float s;
   if (granularity == kTensor) s = f[0];
   else if (granularity == kRow) s = f[r];
-  else if (granularity == kBlock1x128) s = f[r * ((C + 127) / 128) + c / 128];
+  else if (granularity == kBlock1x128) s = f[scale_place(r, c / 128, R, C, by_block)];
   else if (granularity == kBlock128x128) s = f[r / 128 * ((C + 127) / 128) + c / 128];
   else s = e8m0_decode(static_cast<const uint8_t*>(scale_inv)[r * ((C + 31) / 32) + c / 32]);
   const uint8_t* in = data + r * C + c;
@@ -98,7 +98,7 @@ void dequantize(TensorView data, TensorView scale_inv, TensorView y, int64_t gra
   const int64_t R = data.size(0), C = data.size(1);
   check_shape(y, "y", {R, C});
   check_contiguous(y, "y");
-  check_contiguous(scale_inv, "scale_inv");
+  if (granularity != kBlock1x128) check_contiguous(scale_inv, "scale_inv");
   check_same_device(y, data, "y");
   check_same_device(scale_inv, data, "scale_inv");
   if (granularity == kTensor) check_shape(scale_inv, "scale_inv", {1});
@@ -109,11 +109,13 @@ void dequantize(TensorView data, TensorView scale_inv, TensorView y, int64_t gra
   TE_CHECK(granularity == kMx ? scale_inv.dtype().bits == 8 : is_f32(scale_inv), "scale_inv must be float32 (uint8 for MX)");
   const Type type = float_type(y, "y");
   if (R == 0 || C == 0) return;
+  const bool blocks_together = granularity == kBlock1x128 && by_block(scale_inv, "scale_inv");
   const unsigned grid = static_cast<unsigned>(ceil_div(R * ceil_div(C, 8), 256));
   with_type(type, [&](auto tag) {
     using T = decltype(tag);
     auto kernel = format == kE4M3 ? dequantize_kernel<T, kE4M3> : dequantize_kernel<T, kE5M2>;
-    kernel<<<grid, 256, 0, l.stream>>>(pointer<const uint8_t>(data), pointer<const void>(scale_inv), pointer<T>(y), R, C, static_cast<int>(granularity));
+    kernel<<<grid, 256, 0, l.stream>>>(pointer<const uint8_t>(data), pointer<const void>(scale_inv), pointer<T>(y), R, C, static_cast<int>(granularity),
+                                      blocks_together);
   });
   TE_LAUNCHED("dequantize");
 }

@@ -32,7 +32,7 @@ inline QuantArgs check_quantize(const QuantOutputs& o, int64_t R, int64_t C, int
       TE_CHECK(s.dtype().bits == 8 && (s.dtype().code == kDLUInt || s.dtype().code == kDLFloat8_e8m0fnu), name << " must be uint8 (E8M0)");
     else
       TE_CHECK(is_f32(s), name << " must be float32");
-    check_contiguous(s, name);
+    if (granularity != kBlock1x128) check_contiguous(s, name);
     on_device(s, name);
   };
   check_fp8(o.data, "data", format);
@@ -45,6 +45,7 @@ inline QuantArgs check_quantize(const QuantOutputs& o, int64_t R, int64_t C, int
   q.R = R, q.C = C;
   q.data = pointer<uint8_t>(o.data);
   q.scale_inv = pointer<void>(o.scale_inv);
+  q.scales_by_block = granularity == kBlock1x128 && by_block(o.scale_inv, "scale_inv");
   q.stats = pointer<float>(o.stats);
   q.pow2 = pow2 || granularity == kMx;
   q.vec = C % 8 == 0 && aligned(q.data, 8);
@@ -55,6 +56,7 @@ inline QuantArgs check_quantize(const QuantOutputs& o, int64_t R, int64_t C, int
     check_scales(o.scale_inv_t.value(), "scale_inv_t", C, R);
     q.data_t = pointer<uint8_t>(o.data_t.value());
     q.scale_inv_t = pointer<void>(o.scale_inv_t.value());
+    q.scales_t_by_block = granularity == kBlock1x128 && by_block(o.scale_inv_t.value(), "scale_inv_t");
     q.vec_t = R % 16 == 0 && aligned(q.data_t, 16);
   }
   if (o.scale.has_value()) {
@@ -72,10 +74,11 @@ inline bool rows_are_vectors(const void* x, int64_t C, int64_t stride, int64_t s
   return C % 8 == 0 && aligned(x, 16) && stride * size % 16 == 0;
 }
 
-// Zeroes n statistics and two arrays. A kernel and not a memset: the next kernel may start while this one ends (see
-// quantize_kernel), but not before it starts.
+// Zeroes n statistics and two arrays. A kernel and not a memset: the next kernel may start while this one ends (see quantize_kernel), but not
+// before everything in front of it has ended. To be launched with launch_overlapping.
 template <int = 0>
 __global__ void zero_stats_kernel(float* stats, int64_t n, float* a, int64_t na, float* b, int64_t nb) {
+  ptx::wait_for_previous_kernel();
   ptx::let_next_kernel_start();
   const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
   if (i < n) stats[i] = 0.f;
@@ -87,8 +90,8 @@ __global__ void zero_stats_kernel(float* stats, int64_t n, float* a, int64_t na,
 inline bool begin_quantize(const Launch& l, const QuantArgs& q, int64_t granularity) {
   const bool row = granularity == kRow;
   const int64_t na = row ? q.R : 0, nb = row && q.scale_inv_t ? q.C : 0;
-  zero_stats_kernel<<<static_cast<unsigned>(ceil_div(std::max<int64_t>(na + nb, 2), 256)), 256, 0, l.stream>>>(
-      q.stats, 2, static_cast<float*>(q.scale_inv), na, static_cast<float*>(q.scale_inv_t), nb);
+  launch_overlapping(l, zero_stats_kernel<0>, static_cast<unsigned>(ceil_div(std::max<int64_t>(na + nb, 2), 256)), 256, 0, q.stats, 2,
+                     static_cast<float*>(q.scale_inv), na, static_cast<float*>(q.scale_inv_t), nb);
   if (q.R > 0 && q.C > 0) return true;
   // What has no values has amax 0: scale 1 (a tensor's scale, or the columns of a transposed copy of no rows).
   if (granularity == kTensor || row)

@@ -34,6 +34,7 @@ struct QuantArgs {
   const int64_t* used;      // rows that hold values, on the device; the rows behind them count as 0. Null: all
   const uint32_t* row_amax; // kAmaxArrays, FP32 bits, [R]
   const uint32_t* col_amax; // kAmaxArrays with TR, [C]
+  bool scales_by_block, scales_t_by_block;  // 1x128: block after block in memory, so that the scales of a tile lie together (by_block)
   bool pow2;
   bool write_stats;
   bool vec;    // 8-byte stores of data are aligned
@@ -51,6 +52,11 @@ struct QuantSmem {
   alignas(16) float col_scale[kColScales];
   uint32_t warp_amax[8];
 };
+
+// Where the 1x128 scale of a line and a block of it lies.
+__device__ __forceinline__ int64_t scale_place(int64_t line, int64_t block, int64_t lines, int64_t columns, bool by_block) {
+  return by_block ? block * lines + line : line * ((columns + kTile - 1) / kTile) + block;
+}
 
 // How many rows hold values; whatever the number says, not more than there are.
 __device__ __forceinline__ int64_t rows_used(const int64_t* used, int64_t R) {
@@ -221,7 +227,7 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
     if constexpr (MODE == kMode1x128) {  // lanes 0-3 make the scales of the even rows, lanes 4-7 of the odd ones
       const int next = (lane >> 2) & 1;
       const Scale s = scale_from_amax(E::magnitude_to_float_bits(next ? odd : even), kLimit, q.pow2);
-      if (cg < 8 && r + next < q.R) static_cast<float*>(q.scale_inv)[(r + next) * ((q.C + kTile - 1) / kTile) + col0 / kTile] = s.inv;
+      if (cg < 8 && r + next < q.R) static_cast<float*>(q.scale_inv)[scale_place(r + next, col0 / kTile, q.R, q.C, q.scales_by_block)] = s.inv;
       scale = s.scale;
     } else {
       const Scale s0 = scale_from_amax(E::magnitude_to_float_bits(even), kLimit, true);
@@ -264,7 +270,7 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
           const int64_t blocks = (q.R + 31) / 32, b = row0 / 32 + part;
           if (b < blocks) static_cast<uint8_t*>(q.scale_inv_t)[(col0 + c) * blocks + b] = e8m0_from_scale_inv(s.inv);
         } else {
-          static_cast<float*>(q.scale_inv_t)[(col0 + c) * ((q.R + kTile - 1) / kTile) + row0 / kTile] = s.inv;
+          static_cast<float*>(q.scale_inv_t)[scale_place(col0 + c, row0 / kTile, q.C, q.R, q.scales_t_by_block)] = s.inv;
         }
       }
     }

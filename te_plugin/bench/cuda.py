@@ -24,7 +24,7 @@ def function(name: str):
 
 
 def scales(granularity: str, rows: int, cols: int) -> torch.Tensor:
-    """Room for the scale_inv of a granularity."""
+    """Room for the scale_inv of a granularity, as torch's layers have it: 1x128 scales lie block after block."""
     ceil = lambda a, b: -(-a // b)  # noqa: E731
     shape = {
         "tensor": (1,),
@@ -33,6 +33,8 @@ def scales(granularity: str, rows: int, cols: int) -> torch.Tensor:
         "block_128x128": (ceil(rows, 128), ceil(cols, 128)),
         "mx": (rows, ceil(cols, 32)),
     }[granularity]
+    if granularity == "block_1x128":
+        return torch.empty(shape[::-1], device="cuda").t()
     return torch.empty(shape, dtype=torch.uint8 if granularity == "mx" else torch.float32, device="cuda")
 
 

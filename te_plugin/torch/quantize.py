@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -38,7 +39,8 @@ class QuantizedTensor:
     """x[R,C] in FP8: value = data * scale_inv.
 
     data[R,C] has the torch dtype of `dtype`. scale_inv is FP32 (uint8 exponents for "mx"), shaped by `granularity`:
-    tensor [1]; row [R]; block_1x128 [R, ceil(C/128)]; block_128x128 [ceil(R/128), ceil(C/128)]; mx [R, ceil(C/32)].
+    tensor [1]; row [R]; block_1x128 [R, ceil(C/128)]; block_128x128 [ceil(R/128), ceil(C/128)]; mx [R, ceil(C/32)]. Those of
+    block_1x128 lie block after block in a GPU's memory (strides [1, R]); kernels take them either way.
     data_t[C,R] and scale_inv_t are the transposed copy, scaled along its own rows, when it was asked for.
     stats[2] in FP32: amax (NaN kept) and the number of non-finite values of x.
     """
@@ -74,16 +76,34 @@ def _plan(rows, columns, dtype, device, key) -> Plan:
     return plan(o.problem(rows, columns, dtype), target_of(device), o.kernel, o.fallback)
 
 
+def scale_dtype(granularity: str) -> torch.dtype:
+    return torch.uint8 if granularity == "mx" else torch.float32
+
+
+class Spec(NamedTuple):
+    """A tensor to allocate. by_block: 1x128 scales [lines, blocks], which lie block after block on a GPU: a kernel then writes
+    those of a tile together (one by one they cost a sixth of the cast's time), and cuBLASLt takes them as they are."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    by_block: bool = False
+
+
 def _specs(rows: int, columns: int, o: QuantizeOptions):
-    """Shape and dtype of data, scale_inv, data_t, scale_inv_t, stats of a quantised [rows, columns]; None: not asked for."""
-    fp8, scale = TORCH_DTYPE[o.format], torch.uint8 if o.granularity == "mx" else torch.float32
-    made = ((rows, columns), fp8), (scale_shape(rows, columns, o.granularity), scale)
-    turned = (((columns, rows), fp8), (scale_shape(columns, rows, o.granularity), scale)) if o.transpose else (None, None)
-    return *made, *turned, ((2,), torch.float32)
+    """Of data, scale_inv, data_t, scale_inv_t, stats of a quantised [rows, columns]; None: not asked for."""
+    fp8, scale, by_block = TORCH_DTYPE[o.format], scale_dtype(o.granularity), o.granularity == "block_1x128"
+    copy = lambda r, c: (Spec((r, c), fp8), Spec(scale_shape(r, c, o.granularity), scale, by_block))  # noqa: E731
+    return *copy(rows, columns), *(copy(columns, rows) if o.transpose else (None, None)), Spec((2,), torch.float32)
+
+
+def _room(spec: Spec, device) -> torch.Tensor:
+    if spec.by_block and device.type == "cuda":
+        return torch.empty_strided(spec.shape, (1, spec.shape[0]), dtype=spec.dtype, device=device)
+    return torch.empty(*spec.shape, dtype=spec.dtype, device=device)  # as `empty` does
 
 
 def allocated(specs, device):
-    return [spec and torch.empty(*spec[0], dtype=spec[1], device=device) for spec in specs]  # as `empty` does
+    return [spec and _room(spec, device) for spec in specs]
 
 
 def outputs_of(rows: int, columns: int, device, o: QuantizeOptions):
@@ -215,16 +235,15 @@ def as_tensor(outputs, granularity: str, format: str, transpose: bool) -> Quanti
 
 
 def _expert_specs(experts: int, n: int, k: int, o: QuantizeOptions):
-    """_specs for experts' weights [E,N,K], each with scales of its own."""
-    fp8, scale_dtype = TORCH_DTYPE[o.format], torch.uint8 if o.granularity == "mx" else torch.float32
+    """_specs for experts' weights [E,N,K], each with scales of its own (line after line: an expert's are a slice)."""
+    fp8, scale = TORCH_DTYPE[o.format], scale_dtype(o.granularity)
     shape = lambda r, c: (experts,) if o.granularity == "tensor" else (experts, *scale_shape(r, c, o.granularity))  # noqa: E731
-    made = ((experts, n, k), fp8), (shape(n, k), scale_dtype)
-    turned = (((experts, k, n), fp8), (shape(k, n), scale_dtype)) if o.transpose else (None, None)
-    return *made, *turned, ((2,), torch.float32)
+    copy = lambda r, c: (Spec((experts, r, c), fp8), Spec(shape(r, c), scale))  # noqa: E731
+    return *copy(n, k), *(copy(k, n) if o.transpose else (None, None)), Spec((2,), torch.float32)
 
 
 def specs_of(shape, o: QuantizeOptions):
-    """Shape and dtype of data, scale_inv, data_t, scale_inv_t, stats of a quantised matrix [R,C] or experts' weights [E,N,K]."""
+    """Of data, scale_inv, data_t, scale_inv_t, stats of a quantised matrix [R,C] or experts' weights [E,N,K]."""
     return _specs(*shape, o) if len(shape) == 2 else _expert_specs(*shape, o)
 
 
@@ -250,7 +269,7 @@ def _experts_at_once(weight, o: QuantizeOptions):
         data, scale, data_t, scale_t, stats = cast(weight.view(experts, n * k), dataclasses.replace(plain, granularity="row"))
     else:
         data, scale, data_t, scale_t, stats = cast(weight.view(experts * n, k), plain)
-        scale = scale.view(experts, -1, *scale.shape[1:])
+        scale = scale.contiguous().view(experts, -1, *scale.shape[1:])
     data = data.view(weight.shape)
     if not o.transpose:
         return data, scale, data_t, scale_t, stats
@@ -259,7 +278,7 @@ def _experts_at_once(weight, o: QuantizeOptions):
         data_t = data.view(torch.uint8).transpose(1, 2).contiguous().view(data.dtype)
         return data, scale, data_t, scale.clone() if scale.dim() == 1 else scale.transpose(1, 2).contiguous(), stats
     data_t, scale_t, *_ = cast(weight.transpose(1, 2).reshape(experts * k, n), plain)
-    return data, scale, data_t.view(experts, k, n), scale_t.view(experts, k, *scale_t.shape[1:]), stats
+    return data, scale, data_t.view(experts, k, n), scale_t.contiguous().view(experts, k, *scale_t.shape[1:]), stats
 
 
 def _quantize_experts(weight, options: str):

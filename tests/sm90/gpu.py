@@ -41,18 +41,24 @@ def poisoned(shape, dtype):
     return t.fill_(0xA5 if dtype == torch.uint8 else float("nan"))
 
 
-def scale_buffer(granularity: str, rows: int, cols: int):
-    return poisoned(
-        reference.scale_shape(granularity, rows, cols), torch.uint8 if granularity == "mx" else torch.float32
-    )
+def scale_buffer(granularity: str, rows: int, cols: int, by_block: bool = False):
+    """by_block: scales of 1x128 blocks lie block after block instead of row after row."""
+    shape = reference.scale_shape(granularity, rows, cols)
+    made = poisoned(shape[::-1] if by_block else shape, torch.uint8 if granularity == "mx" else torch.float32)
+    return made.t() if by_block else made
 
 
-def quantize(x, granularity: str, fmt=numerics.E4M3, pow2: bool = False, transpose: bool = False, used=None):
+def quantize(
+    x, granularity: str, fmt=numerics.E4M3, pow2: bool = False, transpose: bool = False, used=None, by_block: bool = False
+):
     """Returns a dict of NumPy arrays: data, scale_inv, stats and, with transpose, data_t, scale_inv_t. used: int64[1]."""
     rows, cols = x.shape
-    out = {"data": poisoned((rows, cols), torch.uint8), "scale_inv": scale_buffer(granularity, rows, cols)}
+    out = {"data": poisoned((rows, cols), torch.uint8), "scale_inv": scale_buffer(granularity, rows, cols, by_block)}
     if transpose:
-        out |= {"data_t": poisoned((cols, rows), torch.uint8), "scale_inv_t": scale_buffer(granularity, cols, rows)}
+        out |= {
+            "data_t": poisoned((cols, rows), torch.uint8),
+            "scale_inv_t": scale_buffer(granularity, cols, rows, by_block),
+        }
     out["stats"] = poisoned((2,), torch.float32)
     name = f"quantize{'' if used is None else '_used'}{'_transpose' if transpose else ''}"
     given = [x] if used is None else [x, used]

@@ -197,13 +197,45 @@ def test_grouped_wgrad(kind, n, k, sizes):
 
 
 def random_operand(kind, rows, cols, generator):
-    """Finite FP8 codes with scales of their kind (bf16: values and no scale), for results that are compared bit by bit."""
+    """Finite FP8 codes with scales of their kind, for results that are compared bit by bit.
+
+    "weight": scales of 128x128 blocks. "bf16": values and no scale.
+    """
     if kind == "bf16":
         return (torch.randn(rows, cols, generator=generator, device="cuda").bfloat16(),)
     codes = torch.randint(0, 0x70, (rows, cols), generator=generator, device="cuda", dtype=torch.uint8)
     codes += 0x80 * torch.randint(0, 2, (rows, cols), generator=generator, device="cuda", dtype=torch.uint8)
-    shape = reference.scale_shape(KINDS[kind][1], rows, cols)
+    shape = reference.scale_shape("block_128x128" if kind == "weight" else KINDS[kind][1], rows, cols)
     return codes, torch.rand(shape, generator=generator, device="cuda") + 0.5
+
+
+def laid_by_block(scale):
+    """The same 1x128 scales [lines, blocks], block after block in memory."""
+    return scale.t().contiguous().t()
+
+
+@pytest.mark.parametrize("m,n,k", [(300, 256, 512), (130, 272, 1168), (257, 136, 64), (128, 128, 640)])
+@pytest.mark.parametrize("kind", ["block", "block_ab"])
+def test_the_place_of_1x128_scales_changes_no_bit(kind, m, n, k):
+    code, (generator, results) = KINDS[kind][0], (torch.Generator("cuda").manual_seed(1), [])
+    a, scale_a = random_operand("block_ab", m, k, generator)
+    b, scale_b = random_operand(kind if kind == "block_ab" else "weight", n, k, generator)
+    sizes = torch.tensor([37, 0, 60], dtype=torch.int32, device="cuda")
+    as_it_is = lambda scale: scale  # noqa: E731
+    for lay in (as_it_is, laid_by_block):
+        lay_b = lay if kind == "block_ab" else as_it_is
+        c = gpu.poisoned((m, n), torch.float32)
+        gpu.call("gemm_fp8", a, b, lay(scale_a), lay_b(scale_b), c, 0, 0, code, 0)
+        results.append([c])
+        if kind == "block":
+            c = gpu.poisoned((m, n), torch.float32)
+            weights, scales = b.expand(3, n, k).contiguous(), scale_b.expand(3, *scale_b.shape).contiguous()
+            gpu.call("grouped_gemm_fp8", a, weights, lay(scale_a), scales, sizes, c, 0, 0, code)
+        else:
+            c = gpu.poisoned((3, m, n), torch.float32)
+            gpu.call("grouped_gemm_fp8_wgrad", a, b, lay(scale_a), lay_b(scale_b), sizes, c, 0, 0, code, 0)
+        results[-1].append(c)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 def assert_same_bits_wherever_c_starts(call, start):

@@ -56,7 +56,15 @@ def test_bytes_and_scales_equal_the_rules(granularity, fmt, transpose):
 
 
 @pytest.mark.parametrize("transpose", [False, True], ids=["rows", "rows+transposed"])
-@pytest.mark.parametrize("rows,cols", [(257, 1000), (300, 256), (130, 72), (64, 33)])  # the last: no TMA
+def test_scales_of_1x128_blocks_may_lie_block_after_block(transpose):
+    for number, (rows, cols) in enumerate(SHAPES):
+        for dtype in (torch.bfloat16, torch.float32):
+            t, x = as_input(make(rows, cols, number), dtype)
+            check(gpu.quantize(t, "block_1x128", transpose=transpose, by_block=True), x, "block_1x128", E4M3, False)
+
+
+@pytest.mark.parametrize("transpose", [False, True], ids=["rows", "rows+transposed"])
+@pytest.mark.parametrize("rows,cols", [(257, 1000), (300, 256), (130, 72), (64, 33)])  # the last: rows off 16 bytes
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_rows_that_are_not_used_count_as_zero_whatever_they_hold(granularity, rows, cols, transpose):
     for dtype in (torch.bfloat16, torch.float32):
@@ -150,6 +158,11 @@ def test_dequantize_inverts_exactly(granularity):
             )
             want = reference.dequantize(codes, inverse, granularity, fmt).astype(np.float32)
             np.testing.assert_array_equal(y.cpu().numpy(), want)
+            if granularity == "block_1x128":
+                y.fill_(float("nan"))
+                code = numerics.GRANULARITY_CODE[granularity]
+                gpu.call("dequantize", gpu.cuda(codes), gpu.cuda(inverse.T).t(), y, code, fmt.code)
+                np.testing.assert_array_equal(y.cpu().numpy(), want)
 
 
 def test_empty_tensors():
@@ -178,4 +191,7 @@ def test_bad_calls_raise_before_any_launch():
     ):
         with pytest.raises(ValueError, match=word):
             gpu.call("quantize", *args)
+    apart = gpu.poisoned((256, 3), torch.float32)[::2]
+    with pytest.raises(ValueError, match="scale_inv must be contiguous, or the transpose"):
+        gpu.call("quantize", x.expand(1, 128, 128)[0].repeat(1, 3), data.repeat(1, 3), apart, stats, 2, 0, 0)
     torch.cuda.synchronize()
