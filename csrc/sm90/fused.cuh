@@ -42,12 +42,20 @@ struct NormSource {
   const float* rstd;
   const void* w;
   bool w_fp32;
-  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<bf16>& v) const {
-    if (n <= 0) return v.zero();
-    Vec8<bf16> in;
-    in.load(x + row * stride + col);
-    normalise(in, rstd[row], Weights(w, w_fp32, col, col + n), v);
+  static constexpr int kAhead = 1;
+  struct Inputs {
+    Vec8<bf16> x;
+    float rstd;
+    Weights weights;
+  };
+  __device__ __forceinline__ Inputs load(int64_t row, int64_t col, int n) const {
+    Inputs in;
+    in.x.load_n<true>(x + row * stride + col, n);
+    in.rstd = n > 0 ? rstd[row] : 0.f;
+    in.weights = Weights(w, w_fp32, col, col + n);
+    return in;
   }
+  __device__ __forceinline__ void make(const Inputs& in, Vec8<bf16>& v, Vec8<bf16>&) const { normalise(in.x, in.rstd, in.weights, v); }
 };
 
 struct NormTiles {
@@ -73,13 +81,18 @@ struct SwigluSource {
   static constexpr bool kPair = false;
   const bf16* x;
   int64_t stride, C;
-  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<bf16>& v) const {
-    if (n <= 0) return v.zero();
+  static constexpr int kAhead = 4;
+  struct Inputs {
     Vec8<bf16> gate, up;
-    gate.load(x + row * stride + col);
-    up.load(x + row * stride + C + col);
-    swiglu(gate, up, v);
+  };
+  __device__ __forceinline__ Inputs load(int64_t row, int64_t col, int n) const {
+    Inputs in;
+    const bf16* at = x + row * stride + col;
+    in.gate.load_n<true>(at, n);
+    in.up.load_n<true>(at + C, n);
+    return in;
   }
+  __device__ __forceinline__ void make(const Inputs& in, Vec8<bf16>& v, Vec8<bf16>&) const { swiglu(in.gate, in.up, v); }
 };
 
 struct SwigluTiles {  // maps: gate, up
@@ -104,13 +117,20 @@ struct SwigluGradientSource {
   const bf16* dy;
   const bf16* x;
   int64_t dy_stride, stride, C;
-  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<bf16>& d_gate, Vec8<bf16>& d_up) const {
-    if (n <= 0) return d_gate.zero(), d_up.zero();
+  static constexpr int kAhead = 4;
+  struct Inputs {
     Vec8<bf16> grad, gate, up;
-    grad.load(dy + row * dy_stride + col);
-    gate.load(x + row * stride + col);
-    up.load(x + row * stride + C + col);
-    swiglu_gradient(grad, gate, up, d_gate, d_up);
+  };
+  __device__ __forceinline__ Inputs load(int64_t row, int64_t col, int n) const {
+    Inputs in;
+    const bf16* at = x + row * stride + col;
+    in.grad.load_n<true>(dy + row * dy_stride + col, n);
+    in.gate.load_n<true>(at, n);
+    in.up.load_n<true>(at + C, n);
+    return in;
+  }
+  __device__ __forceinline__ void make(const Inputs& in, Vec8<bf16>& d_gate, Vec8<bf16>& d_up) const {
+    swiglu_gradient(in.grad, in.gate, in.up, d_gate, d_up);
   }
 };
 

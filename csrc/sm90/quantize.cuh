@@ -12,9 +12,14 @@ struct PlainSource {
   static constexpr bool kPair = false;
   const T* x;
   int64_t stride;
-  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<T>& v) const {
+  using Inputs = Vec8<T>;
+  static constexpr int kAhead = 1;  // the loads of all rows are independent as they stand
+  __device__ __forceinline__ Inputs load(int64_t row, int64_t col, int n) const {
+    Inputs v;
     v.template load_n<VEC>(x + row * stride + col, n);
+    return v;
   }
+  __device__ __forceinline__ void make(const Inputs& in, Vec8<T>& v, Vec8<T>&) const { v = in; }
 };
 
 struct Nothing {};
@@ -73,7 +78,8 @@ template <class Source>
 void launch_amax(const Context& l, const Source& source, const QuantArgs& q, uint32_t* row_amax, uint32_t* col_amax) {
   const int64_t tiles = ceil_div(q.R, kTile) * ceil_div(Source::kPair ? q.C / 2 : q.C, kTile);
   const unsigned grid = static_cast<unsigned>(std::min<int64_t>(tiles, static_cast<int64_t>(l.sms) * kQuantBlocks<Source>));
-  launch_overlapping(l, amax_kernel<Source>, grid, kQuantThreads, 0, source, q.R, q.C, q.used, q.stats, row_amax, col_amax);
+  auto* kernel = row_amax ? amax_kernel<Source, true> : amax_kernel<Source, false>;
+  launch_overlapping(l, kernel, grid, kQuantThreads, 0, source, q.R, q.C, q.used, q.stats, row_amax, col_amax);
 }
 
 // Row, block and MX scaling. Row scaling reads twice: the scale of the first value of a row depends on the last one;

@@ -43,10 +43,12 @@ struct QuantArgs {
 template <typename T, int MODE, bool TR>
 struct QuantSmem {
   static constexpr bool kColAmax = TR && (MODE == kMode1x128 || MODE == kModeMx);
-  static constexpr int kColScales = !TR ? 1 : MODE == kModeMx ? 4 * kTile : kTile;
-  uint4 tile[TR ? kTile * kTile / 16 : 1];
-  uint32_t col_amax[kColAmax ? 16 * kTile / Elem<T>::kPer : 1];
-  float col_scale[kColScales];
+  static constexpr int kColScales = !TR ? 4 : MODE == kModeMx ? 4 * kTile : kTile;
+  union {
+    uint4 tile[TR ? kTile * kTile / 16 : 1];
+    uint32_t col_amax[kColAmax ? 8 * kTile / Elem<T>::kPer : 1];  // of the columns of each warp; read before the tile is written
+  };
+  alignas(16) float col_scale[kColScales];
   uint32_t warp_amax[8];
 };
 
@@ -62,19 +64,29 @@ __device__ __forceinline__ void transpose4x4(uint32_t a, uint32_t b, uint32_t c,
   o[2] = __byte_perm(t1, t3, 0x5410), o[3] = __byte_perm(t1, t3, 0x7632);
 }
 
-// Value number i % 4. By bits: a chain of comparisons is compiled into an array in local memory.
-__device__ __forceinline__ uint32_t select4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int i) {
-  const uint32_t low = i & 1 ? b : a, high = i & 1 ? d : c;
-  return i & 2 ? high : low;
+// One step of N maxima over lanes: with the lane whose number differs in bit d, each keeps the maxima of its half of the words (the second
+// half where the bit is set), in m[0 .. N/2).
+template <typename T, int N>
+__device__ __forceinline__ void halve_maxima(uint32_t* m, int lane, int d) {
+  const bool second = lane & d;
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    const uint32_t given = second ? m[i] : m[i + N / 2];
+    m[i] = max_word<T>(second ? m[i + N / 2] : m[i], __shfl_xor_sync(0xffffffffu, given, d));
+  }
 }
 
-__device__ __forceinline__ void store_bytes(uint8_t* p, uint64_t bytes, int64_t n, bool vec) {
+// n, between 0 and most.
+__device__ __forceinline__ int clamp(int64_t n, int most) { return static_cast<int>(max(int64_t{0}, min(n, int64_t{most}))); }
+
+// The first n of eight bytes. vec: p is aligned to 8 bytes.
+__device__ __forceinline__ void store_bytes(uint8_t* p, uint2 bytes, int n, bool vec) {
   if (n >= 8 && vec) {
-    *reinterpret_cast<uint2*>(p) = make_uint2(static_cast<uint32_t>(bytes), static_cast<uint32_t>(bytes >> 32));
+    *reinterpret_cast<uint2*>(p) = bytes;
   } else {
 #pragma unroll
     for (int j = 0; j < 8; ++j)
-      if (j < n) p[j] = static_cast<uint8_t>(bytes >> (8 * j));
+      if (j < n) p[j] = static_cast<uint8_t>((j < 4 ? bytes.x : bytes.y) >> (8 * (j & 3)));
   }
 }
 
@@ -135,17 +147,17 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const int cg = lane & 15, rg = warp * 2 + (lane >> 4);
   const int64_t row = row0 + rg * 8, col = col0 + cg * 8;
+  const int rows = clamp(q.R - row, 8), columns = clamp(q.C - col, 8);  // of this thread inside the tensor
 
-  // Magnitudes: columns of this thread (8 rows each), and through them the thread's maximum.
-  uint32_t column[kWords];
+  // Magnitudes: columns of this thread (8 rows each), and through them the thread's maximum. Not where an earlier pass has found them.
+  uint32_t column[kWords], warp_amax = 0;
+  if (MODE != kAmaxArrays && (MODE != kGiven || q.write_stats)) {
 #pragma unroll
-  for (int k = 0; k < kWords; ++k) {
-    column[k] = abs_word<T>(v[0].w[k]);
+    for (int k = 0; k < kWords; ++k) {
+      column[k] = abs_word<T>(v[0].w[k]);
 #pragma unroll
-    for (int i = 1; i < 8; ++i) column[k] = max_word<T>(column[k], abs_word<T>(v[i].w[k]));
-  }
-  uint32_t warp_amax = 0;
-  {
+      for (int i = 1; i < 8; ++i) column[k] = max_word<T>(column[k], abs_word<T>(v[i].w[k]));
+    }
     uint32_t m = column[0];
 #pragma unroll
     for (int k = 1; k < kWords; ++k) m = max_word<T>(m, column[k]);
@@ -155,20 +167,24 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
     if constexpr (MODE == kMode128x128) warp_amax = E::magnitude_to_float_bits(__reduce_max_sync(0xffffffffu, m));
   }
 
-  // Row scales: row_scale[i] of row + i.
-  float row_scale[8];
-  if constexpr (MODE == kGiven) {
+  if constexpr (QuantSmem<T, MODE, TR>::kColAmax) {  // two row groups of a warp together
 #pragma unroll
-    for (int i = 0; i < 8; ++i) row_scale[i] = given.scale;
+    for (int k = 0; k < kWords; ++k) column[k] = max_word<T>(column[k], __shfl_xor_sync(0xffffffffu, column[k], 16));
+    if (lane < 16) {
+#pragma unroll
+      for (int k = 0; k < kWords; ++k) sm.col_amax[(warp * kTile + cg * 8) / E::kPer + k] = column[k];
+    }
+  }
+
+  // Row scales. A lane makes one of them (two for MX); row_scale asks for that of row + i.
+  float scale = given.scale, odd_scale = 0.f;
+  if constexpr (MODE == kGiven) {
     if (row0 == 0 && col0 == 0 && tid == 0) {
       static_cast<float*>(q.scale_inv)[0] = given.inv;
       if constexpr (TR) static_cast<float*>(q.scale_inv_t)[0] = given.inv;
     }
   } else if constexpr (MODE == kAmaxArrays) {
-    const int64_t r = row + (lane & 7);
-    const float mine = scale_from_amax(r < q.R ? q.row_amax[r] : 0, kLimit, q.pow2).scale;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) row_scale[i] = __shfl_sync(0xffffffffu, mine, (lane & 16) | i);
+    scale = scale_from_amax((lane & 7) < rows ? q.row_amax[row + (lane & 7)] : 0, kLimit, q.pow2).scale;
   } else if constexpr (MODE == kMode128x128) {
     if (lane == 0) sm.warp_amax[warp] = warp_amax;
     __syncthreads();
@@ -176,15 +192,14 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
 #pragma unroll
     for (int k = 0; k < 8; ++k) block = max(block, sm.warp_amax[k]);
     const Scale s = scale_from_amax(block, kLimit, q.pow2);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) row_scale[i] = s.scale;
+    scale = s.scale;
     if (tid == 0) {
       const int64_t rb = row0 / kTile, cb = col0 / kTile;
       static_cast<float*>(q.scale_inv)[rb * ((q.C + kTile - 1) / kTile) + cb] = s.inv;
       if constexpr (TR) static_cast<float*>(q.scale_inv_t)[cb * ((q.R + kTile - 1) / kTile) + rb] = s.inv;
     }
-  } else {  // 1x128 or MX: maxima of rows over 16 or 4 lanes, two rows in a word for 16-bit types
-    constexpr int kWidth = MODE == kModeMx ? 4 : 16;
+  } else {  // 1x128 or MX: maxima of rows over 16 or 4 lanes, two rows in a word for 16-bit types; lane l ends with rows 2 (l % 4) and the next
+    constexpr int kRowWords = 8 / E::kPer;
     uint32_t m[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -194,91 +209,82 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
       m[i] = fold_word<T>(m[i]);
     }
     if constexpr (E::kPer == 2) {
-      uint32_t pair[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        pair[i] = m[2 * i] | (m[2 * i + 1] << 16);
-#pragma unroll
-        for (int d = kWidth / 2; d; d >>= 1) pair[i] = __vmaxu2(pair[i], __shfl_xor_sync(0xffffffffu, pair[i], d));
-        m[2 * i] = pair[i] & 0xffff;
-        m[2 * i + 1] = pair[i] >> 16;
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-#pragma unroll
-        for (int d = kWidth / 2; d; d >>= 1) m[i] = max(m[i], __shfl_xor_sync(0xffffffffu, m[i], d));
+      for (int i = 0; i < 4; ++i) m[i] = m[2 * i] | (m[2 * i + 1] << 16);
     }
-    if constexpr (MODE == kMode1x128) {  // lane k of a half-warp makes the scale of row k
-      const uint32_t own = lane & 4 ? select4(m[4], m[5], m[6], m[7], lane) : select4(m[0], m[1], m[2], m[3], lane);
-      const Scale s = scale_from_amax(E::magnitude_to_float_bits(own), kLimit, q.pow2);
-      const int64_t r = row + (lane & 7);
-      if (cg < 8 && r < q.R) static_cast<float*>(q.scale_inv)[r * ((q.C + kTile - 1) / kTile) + col0 / kTile] = s.inv;
+    halve_maxima<T, kRowWords>(m, lane, 2);
+    halve_maxima<T, kRowWords / 2>(m, lane, 1);
+    if constexpr (MODE == kMode1x128) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) row_scale[i] = __shfl_sync(0xffffffffu, s.scale, (lane & 16) | i);
-    } else {  // lane k of four makes the scales of rows k and k + 4
-      const int k4 = lane & 3;
-      const uint32_t own0 = select4(m[0], m[1], m[2], m[3], lane);
-      const uint32_t own1 = select4(m[4], m[5], m[6], m[7], lane);
-      const Scale s0 = scale_from_amax(E::magnitude_to_float_bits(own0), kLimit, true);
-      const Scale s1 = scale_from_amax(E::magnitude_to_float_bits(own1), kLimit, true);
+      for (int d = 4; d <= 8; d *= 2)
+#pragma unroll
+        for (int i = 0; i < kRowWords / 4; ++i) m[i] = max_word<T>(m[i], __shfl_xor_sync(0xffffffffu, m[i], d));
+    }
+    const uint32_t even = E::kPer == 2 ? m[0] & 0xffff : m[0], odd = E::kPer == 2 ? m[0] >> 16 : m[1];
+    const int r = 2 * (lane & 3);
+    if constexpr (MODE == kMode1x128) {  // lanes 0-3 make the scales of the even rows, lanes 4-7 of the odd ones
+      const int own = r + ((lane >> 2) & 1);
+      const Scale s = scale_from_amax(E::magnitude_to_float_bits(own & 1 ? odd : even), kLimit, q.pow2);
+      if (cg < 8 && own < rows) static_cast<float*>(q.scale_inv)[(row + own) * ((q.C + kTile - 1) / kTile) + col0 / kTile] = s.inv;
+      scale = s.scale;
+    } else {
+      const Scale s0 = scale_from_amax(E::magnitude_to_float_bits(even), kLimit, true);
+      const Scale s1 = scale_from_amax(E::magnitude_to_float_bits(odd), kLimit, true);
       const int64_t blocks = (q.C + 31) / 32, b = col / 32;
-      uint8_t* out = static_cast<uint8_t*>(q.scale_inv);
-      if (b < blocks && row + k4 < q.R) out[(row + k4) * blocks + b] = e8m0_from_scale_inv(s0.inv);
-      if (b < blocks && row + k4 + 4 < q.R) out[(row + k4 + 4) * blocks + b] = e8m0_from_scale_inv(s1.inv);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) row_scale[i] = __shfl_sync(0xffffffffu, i < 4 ? s0.scale : s1.scale, (lane & ~3) | (i & 3));
+      uint8_t* out = static_cast<uint8_t*>(q.scale_inv) + (row + r) * blocks + b;
+      if (b < blocks && r < rows) out[0] = e8m0_from_scale_inv(s0.inv);
+      if (b < blocks && r + 1 < rows) out[blocks] = e8m0_from_scale_inv(s1.inv);
+      scale = s0.scale, odd_scale = s1.scale;
     }
   }
+  auto row_scale = [&](int i) {
+    if constexpr (MODE == kAmaxArrays) return __shfl_sync(0xffffffffu, scale, (lane & 16) | i);
+    else if constexpr (MODE == kMode1x128) return __shfl_sync(0xffffffffu, scale, (lane & 16) | (i & 1) << 2 | i >> 1);
+    else if constexpr (MODE == kModeMx) return __shfl_sync(0xffffffffu, i & 1 ? odd_scale : scale, (lane & ~3) | i >> 1);
+    else return scale;
+  };
 
-  // Column scales of the transposed copy, where they are not the row scales.
+  // Column scales of the transposed copy, where they are not the row scales; some warps make them while the others go on.
   if constexpr (TR && MODE == kAmaxArrays) {
     if (tid < kTile) {
       const int64_t c = col0 + tid;
       sm.col_scale[tid] = scale_from_amax(c < q.C ? q.col_amax[c] : 0, kLimit, q.pow2).scale;
     }
-    __syncthreads();
   }
   if constexpr (QuantSmem<T, MODE, TR>::kColAmax) {
-    constexpr int kRowWords = kTile / E::kPer;  // words of the column maxima of one row group
-#pragma unroll
-    for (int k = 0; k < kWords; ++k) sm.col_amax[rg * kRowWords + cg * kWords + k] = column[k];
     __syncthreads();
     constexpr int kParts = MODE == kModeMx ? 4 : 1;  // scale blocks along the 128 rows
-    constexpr int kGroups = 16 / kParts;
-    for (int u = tid; u < kRowWords * kParts; u += kQuantThreads) {
-      const int word = u % kRowWords, part = u / kRowWords;
+    constexpr int kWarps = 8 / kParts;
+    for (int u = tid; u < kTile * kParts; u += kQuantThreads) {
+      const int c = u % kTile, part = u / kTile;
       uint32_t m = 0;
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) m = max_word<T>(m, sm.col_amax[(part * kGroups + g) * kRowWords + word]);
-#pragma unroll
-      for (int h = 0; h < E::kPer; ++h) {
-        const uint32_t magnitude = E::kPer == 2 ? (m >> (16 * h)) & 0xffff : m;
-        const Scale s = scale_from_amax(E::magnitude_to_float_bits(magnitude), kLimit, MODE == kModeMx || q.pow2);
-        const int c = word * E::kPer + h;
-        sm.col_scale[part * kTile + c] = s.scale;
-        if (col0 + c < q.C) {
-          if constexpr (MODE == kModeMx) {
-            const int64_t blocks = (q.R + 31) / 32, b = row0 / 32 + part;
-            if (b < blocks) static_cast<uint8_t*>(q.scale_inv_t)[(col0 + c) * blocks + b] = e8m0_from_scale_inv(s.inv);
-          } else {
-            static_cast<float*>(q.scale_inv_t)[(col0 + c) * ((q.R + kTile - 1) / kTile) + row0 / kTile] = s.inv;
-          }
+      for (int w = 0; w < kWarps; ++w) m = max_word<T>(m, sm.col_amax[((part * kWarps + w) * kTile + c) / E::kPer]);
+      if constexpr (E::kPer == 2) m = c & 1 ? m >> 16 : m & 0xffff;
+      const Scale s = scale_from_amax(E::magnitude_to_float_bits(m), kLimit, MODE == kModeMx || q.pow2);
+      sm.col_scale[u] = s.scale;
+      if (col0 + c < q.C) {
+        if constexpr (MODE == kModeMx) {
+          const int64_t blocks = (q.R + 31) / 32, b = row0 / 32 + part;
+          if (b < blocks) static_cast<uint8_t*>(q.scale_inv_t)[(col0 + c) * blocks + b] = e8m0_from_scale_inv(s.inv);
+        } else {
+          static_cast<float*>(q.scale_inv_t)[(col0 + c) * ((q.R + kTile - 1) / kTile) + row0 / kTile] = s.inv;
         }
       }
     }
-    __syncthreads();
   }
 
-  // Row-major copy.
-  uint32_t bytes[8][2];
+  // Row-major copy. A whole tile, the same in every thread of the block, is stored without a test for each row.
+  const bool whole = row0 + kTile <= q.R && col0 + kTile <= q.C;
+  uint2 bytes[8];
+  uint8_t* out = q.data + row * q.C + col;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float s = row_scale[i];
-    bytes[i][0] = cast4<FMT>(v[i].get(0) * s, v[i].get(1) * s, v[i].get(2) * s, v[i].get(3) * s);
-    bytes[i][1] = cast4<FMT>(v[i].get(4) * s, v[i].get(5) * s, v[i].get(6) * s, v[i].get(7) * s);
-    if (row + i < q.R)
-      store_bytes(q.data + (row + i) * q.C + col, bytes[i][0] | (static_cast<uint64_t>(bytes[i][1]) << 32), q.C - col, q.vec);
+  for (int i = 0; i < 8; ++i, out += q.C) {
+    const float s = row_scale(i);
+    bytes[i] = make_uint2(cast4<FMT>(v[i].get(0) * s, v[i].get(1) * s, v[i].get(2) * s, v[i].get(3) * s),
+                          cast4<FMT>(v[i].get(4) * s, v[i].get(5) * s, v[i].get(6) * s, v[i].get(7) * s));
+    if (whole && q.vec) *reinterpret_cast<uint2*>(out) = bytes[i];
+    else if (i < rows) store_bytes(out, bytes[i], columns, q.vec);
   }
   if constexpr (!TR) return;
 
@@ -290,35 +296,49 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
     uint32_t upper[4], lower[4];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      transpose4x4(bytes[0][h], bytes[1][h], bytes[2][h], bytes[3][h], upper);
-      transpose4x4(bytes[4][h], bytes[5][h], bytes[6][h], bytes[7][h], lower);
+      auto half = [&](int i) { return h ? bytes[i].y : bytes[i].x; };
+      transpose4x4(half(0), half(1), half(2), half(3), upper);
+      transpose4x4(half(4), half(5), half(6), half(7), lower);
 #pragma unroll
       for (int j = 0; j < 4; ++j) tile[(cg * 8 + h * 4 + j) * 16 + (rg ^ cg)] = make_uint2(upper[j], lower[j]);
     }
   } else {
-    const float* scales = sm.col_scale + (MODE == kModeMx ? (rg / 4) * kTile : 0) + cg * 8;
+    __syncthreads();  // the column scales are there, and the column maxima have been read
+    Vec8<float> scales;
+    scales.load_shared(sm.col_scale + (MODE == kModeMx ? (rg / 4) * kTile : 0) + cg * 8);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float s = scales[j];
+      const float s = scales.get(j);
       tile[(cg * 8 + j) * 16 + (rg ^ cg)] =
           make_uint2(cast4<FMT>(v[0].get(j) * s, v[1].get(j) * s, v[2].get(j) * s, v[3].get(j) * s),
                      cast4<FMT>(v[4].get(j) * s, v[5].get(j) * s, v[6].get(j) * s, v[7].get(j) * s));
     }
   }
   __syncthreads();
+  // Thread t writes rows pair * 16 .. + 15 of columns t / 8 + 32 k.
+  constexpr int kStep = kQuantThreads / 8;
+  const int first = tid >> 3, pair = tid & 7, place = first * 8 + (pair ^ (first >> 4));
+  const bool flip = (first >> 3) & 1;
+  uint8_t* out_t = q.data_t + (col0 + first) * q.R + row0 + pair * 16;
+  auto turned = [&](int k) {
+    const uint4 w = sm.tile[(place ^ (k * kStep / 16)) + k * kStep * 8];
+    return flip ? make_uint4(w.z, w.w, w.x, w.y) : w;
+  };
+  if (whole && q.vec_t) {
 #pragma unroll
-  for (int k = 0; k < kTile * kTile / 16 / kQuantThreads; ++k) {
-    const int u = k * kQuantThreads + tid, c = u >> 3, pair = u & 7, flip = (c >> 3) & 15;
-    uint4 w = sm.tile[c * 8 + (pair ^ (flip >> 1))];
-    if (flip & 1) w = make_uint4(w.z, w.w, w.x, w.y);
-    if (col0 + c < q.C) {
-      uint8_t* out = q.data_t + (col0 + c) * q.R + row0 + pair * 16;
-      const int64_t n = q.R - (row0 + pair * 16);
-      if (n >= 16 && q.vec_t) {
-        *reinterpret_cast<uint4*>(out) = w;
+    for (int k = 0; k < kTile / kStep; ++k) *reinterpret_cast<uint4*>(out_t + k * kStep * q.R) = turned(k);
+  } else {
+    const int n = clamp(q.R - (row0 + pair * 16), 16);
+#pragma unroll
+    for (int k = 0; k < kTile / kStep; ++k) {
+      if (col0 + first + k * kStep >= q.C) continue;
+      const uint4 w = turned(k);
+      uint8_t* p = out_t + k * kStep * q.R;
+      if (n == 16 && q.vec_t) {
+        *reinterpret_cast<uint4*>(p) = w;
       } else {
-        store_bytes(out, w.x | (static_cast<uint64_t>(w.y) << 32), n, false);
-        store_bytes(out + 8, w.z | (static_cast<uint64_t>(w.w) << 32), n - 8, false);
+        store_bytes(p, make_uint2(w.x, w.y), n, false);
+        store_bytes(p + 8, make_uint2(w.z, w.w), n - 8, false);
       }
     }
   }
@@ -326,20 +346,22 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
 
 // ---- Kernels over a Source -----------------------------------------------------------------------------------------
 
+// A Source has `load` (the inputs of eight values; zeros where n <= 0), `make` (the values, of one tile or two) and kAhead: as many rows of
+// inputs are asked for before the first is waited for.
 template <class Source>
 __device__ __forceinline__ void load_tile(const Source& source, int64_t row0, int64_t col0, int64_t R, int64_t C,
                                           Vec8<typename Source::type> (&v)[8], Vec8<typename Source::type> (&second)[8]) {
+  constexpr int kAhead = Source::kAhead;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int64_t row = row0 + (warp * 2 + (lane >> 4)) * 8, col = col0 + (lane & 15) * 8;
+  const int rows = clamp(R - row, 8), columns = clamp(C - col, 8);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if constexpr (Source::kPair) {
-      if (row + i < R) source.load(row + i, col, C - col, v[i], second[i]);
-      else v[i].zero(), second[i].zero();
-    } else {
-      if (row + i < R) source.load(row + i, col, C - col, v[i]);
-      else v[i].zero();
-    }
+  for (int first = 0; first < 8; first += kAhead) {
+    typename Source::Inputs in[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) in[i] = source.load(row + first + i, col, first + i < rows ? columns : 0);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) source.make(in[i], v[first + i], second[first + i]);
   }
 }
 
@@ -371,9 +393,13 @@ struct TilesShape {
   using T = typename Tiles::type;
   static constexpr int kInputBytes = kTile * kTile * static_cast<int>(sizeof(T));
   static constexpr int kStageBytes = Tiles::kInputs * kInputBytes;
-  static constexpr int kStages = 2;
-  static constexpr int kBlocks = kStageBytes <= 32768 ? 2 : 1;
-  static constexpr int kSmem = kStages * kStageBytes + kStages * 8 + static_cast<int>(sizeof(QuantSmem<T, MODE, TR>)) + 16;
+  static constexpr int smem(int stages) { return stages * (kStageBytes + 8) + static_cast<int>(sizeof(QuantSmem<T, MODE, TR>)) + 16; }
+  // Of 228 KB of an SM, which takes 1 KB for each block.
+  static constexpr bool fits(int blocks, int stages) { return blocks * (smem(stages) + 1024) <= 228 * 1024; }
+  // Two blocks where their registers suffice, even with one stage each: one block computes while the other waits for its tile or at a barrier.
+  static constexpr int kBlocks = sizeof(T) == 2 && fits(2, 1) ? 2 : 1;
+  static constexpr int kStages = fits(kBlocks, 2) ? 2 : 1;
+  static constexpr int kSmem = smem(kStages);
 };
 
 template <class Tiles, int FMT, int MODE, bool TR>
@@ -454,6 +480,21 @@ __device__ __forceinline__ uint32_t tile_amax(const Vec8<T> (&v)[8], int64_t row
                                               uint32_t* col_amax, uint32_t (&sm)[16][kTile / Elem<T>::kPer], int& nonfinite) {
   using E = Elem<T>;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, cg = lane & 15, rg = warp * 2 + (lane >> 4);
+  if (row_amax) {
+    const int64_t row = row0 + rg * 8;
+    uint32_t own = 0;  // of row + cg, in the first eight lanes of a half-warp
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      uint32_t r = abs_word<T>(v[i].w[0]);
+#pragma unroll
+      for (int k = 1; k < E::kWords; ++k) r = max_word<T>(r, abs_word<T>(v[i].w[k]));
+      r = fold_word<T>(r);
+#pragma unroll
+      for (int d = 8; d; d >>= 1) r = max(r, __shfl_xor_sync(0xffffffffu, r, d));
+      if (cg == i) own = r;
+    }
+    if (cg < 8 && row + cg < R) atomicMax(row_amax + row + cg, E::magnitude_to_float_bits(own));
+  }
   uint32_t column[E::kWords];
 #pragma unroll
   for (int k = 0; k < E::kWords; ++k) {
@@ -465,19 +506,6 @@ __device__ __forceinline__ uint32_t tile_amax(const Vec8<T> (&v)[8], int64_t row
 #pragma unroll
   for (int k = 1; k < E::kWords; ++k) m = max_word<T>(m, column[k]);
   m = fold_word<T>(m);
-  if (m >= E::kInf) nonfinite += count_nonfinite<T>(v);
-  if (row_amax) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      uint32_t r = abs_word<T>(v[i].w[0]);
-#pragma unroll
-      for (int k = 1; k < E::kWords; ++k) r = max_word<T>(r, abs_word<T>(v[i].w[k]));
-      r = fold_word<T>(r);
-#pragma unroll
-      for (int d = 8; d; d >>= 1) r = max(r, __shfl_xor_sync(0xffffffffu, r, d));
-      if (cg == i && row0 + rg * 8 + i < R) atomicMax(row_amax + row0 + rg * 8 + i, E::magnitude_to_float_bits(r));
-    }
-  }
   if (col_amax) {
 #pragma unroll
     for (int k = 0; k < E::kWords; ++k) sm[rg][cg * E::kWords + k] = column[k];
@@ -494,12 +522,13 @@ __device__ __forceinline__ uint32_t tile_amax(const Vec8<T> (&v)[8], int64_t row
     }
     __syncthreads();
   }
+  if (m >= E::kInf) nonfinite += count_nonfinite<T>(v);
   return m;
 }
 
-// amax of the tensor into stats, of rows into row_amax and of columns into col_amax (each may be null), as FP32 bits that
-// the caller zeroed. Persistent.
-template <class Source>
+// amax of the tensor into stats; with ARRAYS also of rows into row_amax and of columns into col_amax (may be null). As FP32 bits that the
+// caller zeroed. Persistent.
+template <class Source, bool ARRAYS>
 __global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
     amax_kernel(const __grid_constant__ Source source, int64_t R, int64_t C, const int64_t* used, float* stats, uint32_t* row_amax, uint32_t* col_amax) {
   using T = typename Source::type;
@@ -508,8 +537,8 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
   const int64_t tiles_c = (width + kTile - 1) / kTile, tiles = tiles_c * ((R + kTile - 1) / kTile);
   const int64_t loaded = rows_used(used, R);
   ptx::let_next_kernel_start();
-  const bool arrays = row_amax || col_amax;
-  if (arrays) ptx::wait_for_previous_kernel();  // which zeroed them and stats
+  if constexpr (ARRAYS) ptx::wait_for_previous_kernel();  // which zeroed them and stats
+  else row_amax = col_amax = nullptr;
   uint32_t amax = 0;
   int nonfinite = 0;
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
@@ -519,7 +548,7 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
     amax = max(amax, tile_amax<T>(v, row0, col0, R, width, row_amax, col_amax, sm, nonfinite));
     if constexpr (Source::kPair) amax = max(amax, tile_amax<T>(second, row0, col0 + width, R, C, row_amax, col_amax, sm, nonfinite));
   }
-  if (!arrays) ptx::wait_for_previous_kernel();
+  if constexpr (!ARRAYS) ptx::wait_for_previous_kernel();
   add_stats(stats, Elem<T>::magnitude_to_float_bits(__reduce_max_sync(0xffffffffu, amax)), nonfinite, threadIdx.x & 31);
 }
 
