@@ -184,6 +184,7 @@ class Plan:
         return "\n".join(lines)
 
 
+_FALLBACK_REFUSED = "framework maths is a fallback on a GPU and fallback=error"
 _registry: dict[str, list[Kernel]] = {}
 _tuner: Tuner | None = None
 _caches: list[Callable[[], None]] = []
@@ -307,13 +308,14 @@ def plan_cached(problem, target: Target, kernel: str, fallback: str) -> Plan:
         if not answer:
             refused[candidate.name] = answer.reason
         elif candidate.composite and target.is_gpu and fallback == "error" and not able:
-            refused[candidate.name] = "framework maths is a fallback on a GPU and fallback=error"
+            refused[candidate.name] = _FALLBACK_REFUSED
         else:
             able.append((candidate, answer))
     if not able:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in refused.items()) or "\n  (no kernel is registered)"
+        allow = ", or set fallback=allow to accept framework maths" if _FALLBACK_REFUSED in refused.values() else ""
         raise PlanError(f"{problem.op}: no kernel can run this on {target.arch}. Asked: {problem}. Kernels:{reasons}\n"
-                        f"Change what a reason names, or set fallback=allow to accept framework maths.")
+                        f"Change what a reason names{allow}.")
     (chosen, verdict), provisional, slower = able[0], False, {}
     rivals = [pair for pair in able if pair[0].measured] if chosen.measured and target.is_gpu else []
     if len(rivals) > 1:

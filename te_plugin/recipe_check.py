@@ -130,7 +130,8 @@ def _linear(cfg, label, kernel, problem, rng, device) -> Iterator[Row]:
     kind = numerics.scaling(precision)
     state = tp.LinearState(precision, device=device) if kind is not None and kind.delayed else None
     pow2 = cfg.precision.pow2_scale and state is None
-    y = tp.linear(x, w, precision=precision, state=state, pow2_scale=pow2, fallback=cfg.run.fallback)
+    y = tp.linear(x, w, precision=precision, state=state, pow2_scale=pow2,
+                  forward_accumulation=cfg.precision.forward_accumulation, fallback=cfg.run.fallback)
     y.backward(dy)
     # Delayed scaling starts from the first values, so its first step is current scaling.
     named = "fp8_current" if state is not None else precision

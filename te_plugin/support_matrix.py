@@ -61,6 +61,8 @@ def cases() -> list[tuple[str, object]]:
               ("FP32", GemmProblem(tokens, ffn, hidden, "fp32", "fp32", out_dtype="fp32"))]
     for name, kind in numerics.SCALINGS.items():
         found.append((name, GemmProblem(tokens, ffn, hidden, "e4m3", "e4m3", kind.activation, kind.weight)))
+    found.append(("fp8_current, fast accumulation",
+                  GemmProblem(tokens, ffn, hidden, "e4m3", "e4m3", "tensor", "tensor", accumulation="fast")))
     main_grad = GemmProblem(ffn, hidden, tokens, "e5m2", "e4m3", "tensor", "tensor", "fp32", accumulate=True)
     found.append(("FP8 into an FP32 main_grad", main_grad))
     found += [(name, GroupedGemmProblem(tokens, ffn, hidden, 8, precision=name)) for name in ("bf16", *numerics.SCALINGS)]

@@ -4,8 +4,8 @@
 // a half-warp reads and writes whole 128-column rows, and eight rows of a column sit in one thread, so the transposed copy
 // is packed in registers and needs shared memory once (8-byte writes, 16-byte reads, both without bank conflicts).
 //
-// Where the values come from is the Source of the kernels at the end (a plain tensor, or the output of another op that then
-// never exists in memory): a Source loads from global memory, a Tiles from shared memory that TMA filled; see quantize.cuh, fused.cuh.
+// Where the values come from is the Source of the kernels at the end: a plain tensor, or the output of another op that then never exists
+// in memory; see quantize.cuh, fused.cuh.
 #pragma once
 #include "numeric.cuh"
 #include "ptx.cuh"
@@ -15,8 +15,8 @@ namespace te {
 constexpr int kTile = 128;
 constexpr int kQuantThreads = 256;
 
-// What ran just before a cast in its op. kPass: a kernel that read the same tensor and found what the cast needs: its results are waited
-// for, and the tensor is walked from its end, which is in L2. kInputs: that kernel also wrote the tensor.
+// What ran just before a cast in its op. kPass: a kernel that read the same tensor and found the scale: its result is waited for, and the
+// tensor is walked from its end, which is in L2. kInputs: that kernel also wrote something that the cast reads as input.
 enum class Before { kNothing, kPass, kInputs };
 
 // What the scales are made from. kGiven: one scale for the tensor (from stats[0], or the caller's for delayed scaling);
@@ -76,11 +76,7 @@ __device__ __forceinline__ void halve_maxima(uint32_t* m, int lane, int d) {
   }
 }
 
-// n, between 0 and most.
-__device__ __forceinline__ int clamp(int64_t n, int most) { return static_cast<int>(max(int64_t{0}, min(n, int64_t{most}))); }
-
-// The first n of eight bytes. vec: p is aligned to 8 bytes.
-__device__ __forceinline__ void store_bytes(uint8_t* p, uint2 bytes, int n, bool vec) {
+__device__ __forceinline__ void store_bytes(uint8_t* p, uint2 bytes, int64_t n, bool vec) {
   if (n >= 8 && vec) {
     *reinterpret_cast<uint2*>(p) = bytes;
   } else {
@@ -147,7 +143,6 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const int cg = lane & 15, rg = warp * 2 + (lane >> 4);
   const int64_t row = row0 + rg * 8, col = col0 + cg * 8;
-  const int rows = clamp(q.R - row, 8), columns = clamp(q.C - col, 8);  // of this thread inside the tensor
 
   // Magnitudes: columns of this thread (8 rows each), and through them the thread's maximum. Not where an earlier pass has found them.
   uint32_t column[kWords], warp_amax = 0;
@@ -184,7 +179,8 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
       if constexpr (TR) static_cast<float*>(q.scale_inv_t)[0] = given.inv;
     }
   } else if constexpr (MODE == kAmaxArrays) {
-    scale = scale_from_amax((lane & 7) < rows ? q.row_amax[row + (lane & 7)] : 0, kLimit, q.pow2).scale;
+    const int64_t r = row + (lane & 7);
+    scale = scale_from_amax(r < q.R ? q.row_amax[r] : 0, kLimit, q.pow2).scale;
   } else if constexpr (MODE == kMode128x128) {
     if (lane == 0) sm.warp_amax[warp] = warp_amax;
     __syncthreads();
@@ -221,19 +217,19 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
         for (int i = 0; i < kRowWords / 4; ++i) m[i] = max_word<T>(m[i], __shfl_xor_sync(0xffffffffu, m[i], d));
     }
     const uint32_t even = E::kPer == 2 ? m[0] & 0xffff : m[0], odd = E::kPer == 2 ? m[0] >> 16 : m[1];
-    const int r = 2 * (lane & 3);
+    const int64_t r = row + 2 * (lane & 3);
     if constexpr (MODE == kMode1x128) {  // lanes 0-3 make the scales of the even rows, lanes 4-7 of the odd ones
-      const int own = r + ((lane >> 2) & 1);
-      const Scale s = scale_from_amax(E::magnitude_to_float_bits(own & 1 ? odd : even), kLimit, q.pow2);
-      if (cg < 8 && own < rows) static_cast<float*>(q.scale_inv)[(row + own) * ((q.C + kTile - 1) / kTile) + col0 / kTile] = s.inv;
+      const int next = (lane >> 2) & 1;
+      const Scale s = scale_from_amax(E::magnitude_to_float_bits(next ? odd : even), kLimit, q.pow2);
+      if (cg < 8 && r + next < q.R) static_cast<float*>(q.scale_inv)[(r + next) * ((q.C + kTile - 1) / kTile) + col0 / kTile] = s.inv;
       scale = s.scale;
     } else {
       const Scale s0 = scale_from_amax(E::magnitude_to_float_bits(even), kLimit, true);
       const Scale s1 = scale_from_amax(E::magnitude_to_float_bits(odd), kLimit, true);
       const int64_t blocks = (q.C + 31) / 32, b = col / 32;
-      uint8_t* out = static_cast<uint8_t*>(q.scale_inv) + (row + r) * blocks + b;
-      if (b < blocks && r < rows) out[0] = e8m0_from_scale_inv(s0.inv);
-      if (b < blocks && r + 1 < rows) out[blocks] = e8m0_from_scale_inv(s1.inv);
+      uint8_t* out = static_cast<uint8_t*>(q.scale_inv);
+      if (b < blocks && r < q.R) out[r * blocks + b] = e8m0_from_scale_inv(s0.inv);
+      if (b < blocks && r + 1 < q.R) out[(r + 1) * blocks + b] = e8m0_from_scale_inv(s1.inv);
       scale = s0.scale, odd_scale = s1.scale;
     }
   }
@@ -284,7 +280,7 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
     bytes[i] = make_uint2(cast4<FMT>(v[i].get(0) * s, v[i].get(1) * s, v[i].get(2) * s, v[i].get(3) * s),
                           cast4<FMT>(v[i].get(4) * s, v[i].get(5) * s, v[i].get(6) * s, v[i].get(7) * s));
     if (whole && q.vec) *reinterpret_cast<uint2*>(out) = bytes[i];
-    else if (i < rows) store_bytes(out, bytes[i], columns, q.vec);
+    else if (row + i < q.R) store_bytes(out, bytes[i], q.C - col, q.vec);
   }
   if constexpr (!TR) return;
 
@@ -328,13 +324,13 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
 #pragma unroll
     for (int k = 0; k < kTile / kStep; ++k) *reinterpret_cast<uint4*>(out_t + k * kStep * q.R) = turned(k);
   } else {
-    const int n = clamp(q.R - (row0 + pair * 16), 16);
+    const int64_t n = q.R - (row0 + pair * 16);
 #pragma unroll
     for (int k = 0; k < kTile / kStep; ++k) {
       if (col0 + first + k * kStep >= q.C) continue;
       const uint4 w = turned(k);
       uint8_t* p = out_t + k * kStep * q.R;
-      if (n == 16 && q.vec_t) {
+      if (n >= 16 && q.vec_t) {
         *reinterpret_cast<uint4*>(p) = w;
       } else {
         store_bytes(p, make_uint2(w.x, w.y), n, false);
@@ -346,131 +342,56 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
 
 // ---- Kernels over a Source -----------------------------------------------------------------------------------------
 
-// A Source has `load` (the inputs of eight values; zeros where n <= 0), `make` (the values, of one tile or two) and kAhead: as many rows of
-// inputs are asked for before the first is waited for.
+// A Source has `type`; kPair: two output tiles from the same inputs, of a tensor of two halves [R, 2W], the second one W columns further;
+// `prepare` (what belongs to a thread's columns); `load` (the inputs of eight values; zeros where n <= 0); `make` (the values); and kAhead: as
+// many rows of inputs are asked for before the first is waited for.
 template <class Source>
 __device__ __forceinline__ void load_tile(const Source& source, int64_t row0, int64_t col0, int64_t R, int64_t C,
                                           Vec8<typename Source::type> (&v)[8], Vec8<typename Source::type> (&second)[8]) {
   constexpr int kAhead = Source::kAhead;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int64_t row = row0 + (warp * 2 + (lane >> 4)) * 8, col = col0 + (lane & 15) * 8;
-  const int rows = clamp(R - row, 8), columns = clamp(C - col, 8);
+  auto eight_at_most = [](int64_t n) { return static_cast<int>(max(int64_t{0}, min(n, int64_t{8}))); };
+  const int rows = eight_at_most(R - row), columns = eight_at_most(C - col);
+  const auto prepared = source.prepare(col, columns);
 #pragma unroll
   for (int first = 0; first < 8; first += kAhead) {
     typename Source::Inputs in[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) in[i] = source.load(row + first + i, col, first + i < rows ? columns : 0);
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) source.make(in[i], v[first + i], second[first + i]);
+    for (int i = 0; i < kAhead; ++i) source.make(in[i], prepared, v[first + i], second[first + i]);
   }
 }
 
 template <class Source>
 constexpr int kQuantBlocks = sizeof(typename Source::type) == 4 || Source::kPair ? 2 : 3;
 
-// One tile a block, for tensors that the copy engine cannot read (rows off 16 bytes).
+// A tile a block, with nothing kept from one tile to the next: the blocks of an SM wait for their loads, for each other and for their stores at
+// different times, and memory is never idle. A persistent block that TMA fed two tiles ahead was a fifth slower (docs/kernels-log.md).
 template <class Source, int FMT, int MODE, bool TR>
 __global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
-    quantize_kernel(const __grid_constant__ Source source, const __grid_constant__ QuantArgs q) {
+    quantize_kernel(const __grid_constant__ Source source, const __grid_constant__ QuantArgs q, Before before) {
   using T = typename Source::type;
-  static_assert(!Source::kPair);
   __shared__ QuantSmem<T, MODE, TR> sm;
-  const int64_t tiles_c = (q.C + kTile - 1) / kTile;
-  const int64_t row0 = blockIdx.x / tiles_c * kTile, col0 = blockIdx.x % tiles_c * kTile;
-  const Scale given = MODE == kGiven ? given_scale<FMT>(q) : Scale{};
-  Vec8<T> v[8], none[8];
-  load_tile(source, row0, col0, rows_used(q.used, q.R), q.C, v, none);
-  Seen seen;
-  quantize_tile<T, FMT, MODE, TR>(v, q, row0, col0, given, sm, seen);
-  add_seen<T>(q, seen);
-}
-
-// Persistent, fed by TMA: while a tile is cast, the next ones are on their way. A Tiles type has `type`, `kInputs` tensors with a map each,
-// kPair (two output tiles: tensors of two halves [R, 2W] made from the same inputs; the second tile lies W columns further),
-// `prepare(col, width)` for what belongs to a thread's columns, and `read` from a stage.
-template <class Tiles, int MODE, bool TR>
-struct TilesShape {
-  using T = typename Tiles::type;
-  static constexpr int kInputBytes = kTile * kTile * static_cast<int>(sizeof(T));
-  static constexpr int kStageBytes = Tiles::kInputs * kInputBytes;
-  static constexpr int smem(int stages) { return stages * (kStageBytes + 8) + static_cast<int>(sizeof(QuantSmem<T, MODE, TR>)) + 16; }
-  // Of 228 KB of an SM, which takes 1 KB for each block.
-  static constexpr bool fits(int blocks, int stages) { return blocks * (smem(stages) + 1024) <= 228 * 1024; }
-  // Two blocks where their registers suffice, even with one stage each: one block computes while the other waits for its tile or at a barrier.
-  static constexpr int kBlocks = sizeof(T) == 2 && fits(2, 1) ? 2 : 1;
-  static constexpr int kStages = fits(kBlocks, 2) ? 2 : 1;
-  static constexpr int kSmem = smem(kStages);
-};
-
-template <class Tiles, int FMT, int MODE, bool TR>
-__global__ void __launch_bounds__(kQuantThreads, TilesShape<Tiles, MODE, TR>::kBlocks)
-    quantize_tiles_kernel(const __grid_constant__ Tiles source, const __grid_constant__ QuantArgs q, Before before) {
-  using T = typename Tiles::type;
-  using Shape = TilesShape<Tiles, MODE, TR>;
-  constexpr int kStages = Shape::kStages;
-  extern __shared__ __align__(128) uint8_t stages[];
-  auto& sm = *reinterpret_cast<QuantSmem<T, MODE, TR>*>(stages + kStages * Shape::kStageBytes);
-  uint64_t* full = reinterpret_cast<uint64_t*>(stages + kStages * Shape::kStageBytes + (sizeof(sm) + 15) / 16 * 16);
-  const int64_t width = Tiles::kPair ? q.C / 2 : q.C;
-  const int tiles_c = static_cast<int>((width + kTile - 1) / kTile), tiles = static_cast<int>((q.R + kTile - 1) / kTile) * tiles_c;
-  const bool after = before != Before::kNothing;
-  auto place = [&](int i, int& row0, int& col0) {
-    if (after) i = tiles - 1 - i;
-    row0 = i / tiles_c * kTile, col0 = i % tiles_c * kTile;
-  };
-  auto fetch = [&](int i, int stage) {
-    if (i >= tiles) return;
-    int row0, col0;
-    place(i, row0, col0);
-    ptx::barrier_arrive_expect(full + stage, Shape::kStageBytes);
-#pragma unroll
-    for (int k = 0; k < Tiles::kInputs; ++k)
-      ptx::tma_load_2d(stages + stage * Shape::kStageBytes + k * Shape::kInputBytes, source.maps + k, full + stage, col0, row0);
-  };
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) ptx::barrier_init(full + s, 1);
-    ptx::fence_barrier_init();
-  }
-  // The kernel starts while the one before it ends: what that one wrote (statistics, amax, rstd) is waited for where it is needed. The
-  // inputs were complete before (begin_quantize launches a kernel in between), except where the one before made them.
+  const int64_t width = Source::kPair ? q.C / 2 : q.C;
+  const int tiles_c = static_cast<int>((width + kTile - 1) / kTile);
+  const int tile = static_cast<int>(before == Before::kNothing ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+  const int row0 = tile / tiles_c * kTile, col0 = tile % tiles_c * kTile;
+  // The kernel starts while the one before it ends: what that one wrote is waited for where it is needed. Other inputs were complete before
+  // (begin_quantize launches a kernel in between).
   if (before == Before::kInputs) ptx::wait_for_previous_kernel();
-  if (threadIdx.x == 0)
-    for (int s = 0; s < kStages; ++s) fetch(blockIdx.x + s * gridDim.x, s);
+  Vec8<T> v[8], second[8];
+  load_tile(source, row0, col0, rows_used(q.used, q.R), width, v, second);
   if (before == Before::kPass) ptx::wait_for_previous_kernel();
   const Scale given = MODE == kGiven ? given_scale<FMT>(q) : Scale{};
-  __syncthreads();
-
-  const int lane = threadIdx.x & 31, row_local = (threadIdx.x >> 5) * 16 + (lane >> 4) * 8, col_local = (lane & 15) * 8;
-  const int used = static_cast<int>(rows_used(q.used, q.R));
   Seen seen;
-  int stage = 0;
-  uint32_t phase = 0;
-  for (int i = blockIdx.x; i < tiles; i += gridDim.x) {
-    int row0, col0;
-    place(i, row0, col0);
-    const auto columns = source.prepare(col0 + col_local, width);
-    Vec8<T> v[8], second[8];
-    ptx::barrier_wait(full + stage, phase);
-    const uint8_t* in = stages + stage * Shape::kStageBytes + (row_local * kTile + col_local) * sizeof(T);
-#pragma unroll
-    for (int r = 0; r < 8; ++r) source.template read<Shape::kInputBytes>(in + r * kTile * sizeof(T), row0 + row_local + r, q.R, columns, v[r], second[r]);
-    if constexpr (!Tiles::kFused) {
-      if (row0 + kTile > used) {  // the same in every thread of the block
-#pragma unroll
-        for (int r = 0; r < 8; ++r)
-          if (row0 + row_local + r >= used) v[r].zero();
-      }
-    }
-    __syncthreads();  // the stage has been read, and the shared memory of the tile before is free
-    if (threadIdx.x == 0) fetch(i + kStages * gridDim.x, stage);
-    quantize_tile<T, FMT, MODE, TR>(v, q, row0, col0, given, sm, seen);
-    if constexpr (Tiles::kPair) {
-      __syncthreads();
-      quantize_tile<T, FMT, MODE, TR>(second, q, row0, col0 + width, given, sm, seen);
-    }
-    if (++stage == kStages) stage = 0, phase ^= 1;
+  quantize_tile<T, FMT, MODE, TR>(v, q, row0, col0, given, sm, seen);
+  if constexpr (Source::kPair) {
+    __syncthreads();
+    quantize_tile<T, FMT, MODE, TR>(second, q, row0, col0 + width, given, sm, seen);
   }
-  if (!after) ptx::wait_for_previous_kernel();
+  if (before == Before::kNothing) ptx::wait_for_previous_kernel();
   add_seen<T>(q, seen);
 }
 
@@ -480,21 +401,6 @@ __device__ __forceinline__ uint32_t tile_amax(const Vec8<T> (&v)[8], int64_t row
                                               uint32_t* col_amax, uint32_t (&sm)[16][kTile / Elem<T>::kPer], int& nonfinite) {
   using E = Elem<T>;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, cg = lane & 15, rg = warp * 2 + (lane >> 4);
-  if (row_amax) {
-    const int64_t row = row0 + rg * 8;
-    uint32_t own = 0;  // of row + cg, in the first eight lanes of a half-warp
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      uint32_t r = abs_word<T>(v[i].w[0]);
-#pragma unroll
-      for (int k = 1; k < E::kWords; ++k) r = max_word<T>(r, abs_word<T>(v[i].w[k]));
-      r = fold_word<T>(r);
-#pragma unroll
-      for (int d = 8; d; d >>= 1) r = max(r, __shfl_xor_sync(0xffffffffu, r, d));
-      if (cg == i) own = r;
-    }
-    if (cg < 8 && row + cg < R) atomicMax(row_amax + row + cg, E::magnitude_to_float_bits(own));
-  }
   uint32_t column[E::kWords];
 #pragma unroll
   for (int k = 0; k < E::kWords; ++k) {
@@ -506,6 +412,19 @@ __device__ __forceinline__ uint32_t tile_amax(const Vec8<T> (&v)[8], int64_t row
 #pragma unroll
   for (int k = 1; k < E::kWords; ++k) m = max_word<T>(m, column[k]);
   m = fold_word<T>(m);
+  if (m >= E::kInf) nonfinite += count_nonfinite<T>(v);
+  if (row_amax) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      uint32_t r = abs_word<T>(v[i].w[0]);
+#pragma unroll
+      for (int k = 1; k < E::kWords; ++k) r = max_word<T>(r, abs_word<T>(v[i].w[k]));
+      r = fold_word<T>(r);
+#pragma unroll
+      for (int d = 8; d; d >>= 1) r = max(r, __shfl_xor_sync(0xffffffffu, r, d));
+      if (cg == i && row0 + rg * 8 + i < R) atomicMax(row_amax + row0 + rg * 8 + i, E::magnitude_to_float_bits(r));
+    }
+  }
   if (col_amax) {
 #pragma unroll
     for (int k = 0; k < E::kWords; ++k) sm[rg][cg * E::kWords + k] = column[k];
@@ -522,13 +441,12 @@ __device__ __forceinline__ uint32_t tile_amax(const Vec8<T> (&v)[8], int64_t row
     }
     __syncthreads();
   }
-  if (m >= E::kInf) nonfinite += count_nonfinite<T>(v);
   return m;
 }
 
-// amax of the tensor into stats; with ARRAYS also of rows into row_amax and of columns into col_amax (may be null). As FP32 bits that the
-// caller zeroed. Persistent.
-template <class Source, bool ARRAYS>
+// amax of the tensor into stats, of rows into row_amax and of columns into col_amax (each may be null), as FP32 bits that
+// the caller zeroed. Persistent.
+template <class Source>
 __global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
     amax_kernel(const __grid_constant__ Source source, int64_t R, int64_t C, const int64_t* used, float* stats, uint32_t* row_amax, uint32_t* col_amax) {
   using T = typename Source::type;
@@ -537,8 +455,8 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
   const int64_t tiles_c = (width + kTile - 1) / kTile, tiles = tiles_c * ((R + kTile - 1) / kTile);
   const int64_t loaded = rows_used(used, R);
   ptx::let_next_kernel_start();
-  if constexpr (ARRAYS) ptx::wait_for_previous_kernel();  // which zeroed them and stats
-  else row_amax = col_amax = nullptr;
+  const bool arrays = row_amax || col_amax;
+  if (arrays) ptx::wait_for_previous_kernel();  // which zeroed them and stats
   uint32_t amax = 0;
   int nonfinite = 0;
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
@@ -548,7 +466,7 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
     amax = max(amax, tile_amax<T>(v, row0, col0, R, width, row_amax, col_amax, sm, nonfinite));
     if constexpr (Source::kPair) amax = max(amax, tile_amax<T>(second, row0, col0 + width, R, C, row_amax, col_amax, sm, nonfinite));
   }
-  if constexpr (!ARRAYS) ptx::wait_for_previous_kernel();
+  if (!arrays) ptx::wait_for_previous_kernel();
   add_stats(stats, Elem<T>::magnitude_to_float_bits(__reduce_max_sync(0xffffffffu, amax)), nonfinite, threadIdx.x & 31);
 }
 

@@ -46,8 +46,10 @@ def run(args: Namespace) -> int:
     impossible = [row for row in rows if row.plan is None]
     if impossible:
         named = ", ".join(dict.fromkeys(row.problem.op for row in impossible))
+        allow = any("run.fallback=error" in why for row in impossible for _, why in row.rejected)
         print(f"te-plugin explain: {cfg.recipe} cannot run on {target_arch(cfg)}: {len(impossible)} of {len(rows)} launches have "
-              f"no kernel ({named}); change what a reason names, or accept framework maths with run.fallback=allow",
+              f"no kernel ({named}); change what a reason names"
+              f"{', or accept framework maths with run.fallback=allow' if allow else ''}",
               file=sys.stderr)
         return 1
     return 0

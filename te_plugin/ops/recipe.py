@@ -101,7 +101,7 @@ def problems_of(cfg) -> list[tuple[str, object]]:
         problems.append(("swiglu", ActivationProblem(rows, ffn, dtype)))
     for name, (n, k) in linears.items():
         problems += linear_problems(name, tokens, n, k, dtype, cfg.precision.name, cfg.precision.pow2_scale,
-                                    cfg.parallel.grad_accum_fusion)
+                                    cfg.parallel.grad_accum_fusion, cfg.precision.forward_accumulation)
     if is_fused(cfg):
         problems = [fused_casts(cfg, tokens).get(label, (label, problem)) for label, problem in problems]
     if refreshes_weights(cfg):
@@ -218,7 +218,7 @@ def _kn_linear_problems(name: str, m: int, n: int, k: int, dtype: str, precision
 
 
 def linear_problems(name: str, m: int, n: int, k: int, dtype: str, precision: str, pow2: bool = False,
-                    accumulate: bool = False) -> list[tuple[str, object]]:
+                    accumulate: bool = False, forward_accumulation: str = "fp32") -> list[tuple[str, object]]:
     """The quantisations and the three products of one linear layer y[m,n] = x[m,k] w[n,k]^T."""
     kind = numerics.scaling(precision)
     wgrad_dtype = "fp32" if accumulate else dtype
@@ -235,7 +235,8 @@ def linear_problems(name: str, m: int, n: int, k: int, dtype: str, precision: st
         (f"{name}.quantize_x", cast(m, k, fwd, kind.activation)),
         (f"{name}.quantize_w", cast(n, k, fwd, kind.weight)),
         (f"{name}.quantize_dy", cast(m, n, grad, kind.gradient)),
-        (f"{name}.forward", GemmProblem(m, n, k, fwd, fwd, kind.activation, kind.weight, dtype)),
+        (f"{name}.forward", GemmProblem(m, n, k, fwd, fwd, kind.activation, kind.weight, dtype,
+                                        accumulation=forward_accumulation)),
         (f"{name}.dgrad", GemmProblem(m, k, n, grad, fwd, kind.gradient, kind.weight, dtype)),
         (f"{name}.wgrad", GemmProblem(n, k, m, grad, fwd, kind.gradient, kind.activation, wgrad_dtype, accumulate)),
     ]

@@ -15,13 +15,13 @@ import torch
 from te_plugin import numerics
 from te_plugin.torch.call import apply, first_derivative_only
 from te_plugin.torch.fused_quantize import FusedOptions, dswiglu_quantize, fused_options, norm_quantize, swiglu_quantize
-from te_plugin.torch.gemm import Operand, scaled_gemm
 from te_plugin.torch.linear import (
     LinearOptions,
     cast,
     cast_weight,
     check_call,
     cut_rows,
+    fp8_forward,
     fp8_gradients,
     linear,
     linear_options,
@@ -139,7 +139,7 @@ class _Fp8NormLinear(torch.autograd.Function):
         keep, record = o.linear.keep_transpose and need_dx, need_dx or need_dw
         xq, rstd, h = _norm_cast(x, residual, norm_weight, need_dw, record, state, o)
         wq = cast_weight(weight, keep, record, state, o.linear)
-        y = scaled_gemm(Operand.rowwise(xq), Operand.rowwise(wq), x.dtype, None, o.linear.kernel, o.linear.fallback)
+        y = fp8_forward(xq, wq, x.dtype, o.linear)
         ctx.save_for_backward(h, norm_weight, rstd, *saved_operands(xq, wq, keep, weight))
         ctx.state, ctx.o, ctx.rows, ctx.has_residual = state, o, x.shape[0], residual is not None
         return _results(ctx, y, h, residual, o)
@@ -169,17 +169,16 @@ class _Fp8MLP(torch.autograd.Function):
         need_da = record1 = need_dx or need[3]
         record2 = need_da or need[4]
         keep1, keep2 = o.linear.keep_transpose and need_dx, o.linear.keep_transpose and need_da
-        kernel, fallback = o.linear.kernel, o.linear.fallback
         if norm_weight is None:
             xq = cast(padded_rows(x, o.linear.precision), "activation", need[3], record1, state1, o.linear)
             rstd = h = None
         else:
             xq, rstd, h = _norm_cast(x, residual, norm_weight, need[3], record1, state1, o)
         w1q = cast_weight(w1, keep1, record1, state1, o.linear)
-        pair = scaled_gemm(Operand.rowwise(xq), Operand.rowwise(w1q), x.dtype, None, kernel, fallback)
+        pair = fp8_forward(xq, w1q, x.dtype, o.linear)
         aq = _swiglu_cast(pair, need[4], record2, state2, o)
         w2q = cast_weight(w2, keep2, record2, state2, o.linear)
-        y = scaled_gemm(Operand.rowwise(aq), Operand.rowwise(w2q), x.dtype, None, kernel, fallback)
+        y = fp8_forward(aq, w2q, x.dtype, o.linear)
         ctx.save_for_backward(h, norm_weight, rstd, pair, *saved_operands(xq, w1q, keep1, w1),
                               *saved_operands(aq, w2q, keep2, w2))
         ctx.states, ctx.o, ctx.rows, ctx.has_residual = (state1, state2), o, x.shape[0], residual is not None
@@ -261,8 +260,8 @@ def _mask_inputs(x, residual, row_mask, o: NormLinearOptions) -> tuple[torch.Ten
 
 def _linear(x, weight, bias, state, row_mask, o: LinearOptions) -> torch.Tensor:
     return linear(x, weight, bias, o.precision, state=state, row_mask=row_mask, pow2_scale=o.pow2_scale,
-                  keep_transpose=o.keep_transpose, accumulate_main_grad=o.accumulate_main_grad, kernel=o.kernel,
-                  fallback=o.fallback)
+                  keep_transpose=o.keep_transpose, accumulate_main_grad=o.accumulate_main_grad,
+                  forward_accumulation=o.forward_accumulation, kernel=o.kernel, fallback=o.fallback)
 
 
 def layer_norm_linear(
@@ -280,6 +279,7 @@ def layer_norm_linear(
     pow2_scale: bool = False,
     keep_transpose: bool = True,
     accumulate_main_grad: bool = False,
+    forward_accumulation: str = "fp32",
     reduce_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None,
     kernel: str = "auto",
     fallback: str = "error",
@@ -293,7 +293,8 @@ def layer_norm_linear(
     """
     _check(x, residual, norm_weight, weight, return_input)
     options = _options(residual, eps, return_input, reduce_gradient,
-                       linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback))
+                       linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback,
+                                      forward_accumulation))
     if numerics.scaling(precision) is None:
         x, residual = _mask_inputs(x, residual, row_mask, options)
         y, h = _normed(x, residual, norm_weight, options)
@@ -324,6 +325,7 @@ def gated_mlp(
     pow2_scale: bool = False,
     keep_transpose: bool = True,
     accumulate_main_grad: bool = False,
+    forward_accumulation: str = "fp32",
     reduce_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None,
     kernel: str = "auto",
     fallback: str = "error",
@@ -338,7 +340,8 @@ def gated_mlp(
     if fc1_weight.shape[0] != 2 * fc2_weight.shape[1]:
         raise ValueError(f"fc1_weight[2F,K] has {fc1_weight.shape[0]} rows, fc2_weight[K,F] has F={fc2_weight.shape[1]}")
     options = _options(residual, eps, return_input, reduce_gradient,
-                       linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback))
+                       linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback,
+                                      forward_accumulation))
     if numerics.scaling(precision) is None:
         x, residual = _mask_inputs(x, residual, row_mask, options)
         normed, h = _normed(x, residual, norm_weight, options)

@@ -83,6 +83,17 @@ def test_the_weights_of_all_layers_are_planned_together_where_a_run_does_so(over
     assert "moe=tiny" in overrides or {shape[:2] for shape in shapes} == dense
 
 
+def test_fast_accumulation_is_shown_for_the_forward_products_alone(explain):
+    code, out, _ = explain(TINY, "target=sm90", "precision=fp8_current", "precision.forward_accumulation=fast")
+    assert code == 0 and "fast accumulation" in out and "sm90: adds in FP32, and accumulation=fast was asked for" in out
+    rows = report.plan_rows(compose([TINY, "run.target=sm90", "precision.forward_accumulation=fast"], for_run=False))
+    products = {row.label: row.plan for row in rows if row.problem.op == "gemm"}
+    assert {label for label, made in products.items() if made.note == "fast accumulation"} == {
+        label for label in products if label.endswith(".forward")}  # fmt: skip
+    code, _, err = explain(TINY, "target=cpu", "precision.forward_accumulation=fast")
+    assert code == 1 and "4 of" in err and "(gemm)" in err and "fallback" not in err, "framework maths adds in FP32 too"
+
+
 def test_a_kernel_asked_for_by_name_explains_the_others_too(explain):
     code, out, _ = explain(TINY, "run.device=cpu", "attention.kernel=composite")
     assert code == 0 and "cpu: kernel=composite was asked for" in out
