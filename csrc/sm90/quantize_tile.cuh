@@ -76,7 +76,11 @@ __device__ __forceinline__ void halve_maxima(uint32_t* m, int lane, int d) {
   }
 }
 
-__device__ __forceinline__ void store_bytes(uint8_t* p, uint2 bytes, int64_t n, bool vec) {
+// n, between 0 and most.
+__device__ __forceinline__ int clamp(int64_t n, int most) { return static_cast<int>(max(int64_t{0}, min(n, int64_t{most}))); }
+
+// The first n of eight bytes (more: all, less than one: none). vec: p is on 8 bytes.
+__device__ __forceinline__ void store_bytes(uint8_t* p, uint2 bytes, int n, bool vec) {
   if (n >= 8 && vec) {
     *reinterpret_cast<uint2*>(p) = bytes;
   } else {
@@ -99,16 +103,16 @@ __device__ __forceinline__ void add_stats(float* stats, uint32_t warp_amax_bits,
 // Number of infinities and NaNs of a tile part; only called when the amax says there are some.
 template <typename T, int N>
 __device__ __forceinline__ int count_nonfinite(const Vec8<T> (&v)[N]) {
-  int n = 0;
+  uint32_t n = 0;
 #pragma unroll
   for (int i = 0; i < N; ++i)
 #pragma unroll
     for (int k = 0; k < Elem<T>::kWords; ++k) {
       const uint32_t m = abs_word<T>(v[i].w[k]);
-      if constexpr (Elem<T>::kPer == 2) n += ((m & 0xffff) >= Elem<T>::kInf) + ((m >> 16) >= Elem<T>::kInf);
+      if constexpr (Elem<T>::kPer == 2) n += ((m + 0x10001u * (0x8000u - Elem<T>::kInf)) >> 15) & 0x10001u;  // a carry into the sign bit of a half
       else n += m >= Elem<T>::kInf;
     }
-  return n;
+  return static_cast<int>(Elem<T>::kPer == 2 ? (n & 0xffff) + (n >> 16) : n);
 }
 
 // What a thread has seen so far: largest magnitude (of T) and number of non-finite values.
@@ -143,6 +147,7 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const int cg = lane & 15, rg = warp * 2 + (lane >> 4);
   const int64_t row = row0 + rg * 8, col = col0 + cg * 8;
+  const int rows = clamp(q.R - row, 8), columns = clamp(q.C - col, 8);  // of this thread inside the tensor
 
   // Magnitudes: columns of this thread (8 rows each), and through them the thread's maximum. Not where an earlier pass has found them.
   uint32_t column[kWords], warp_amax = 0;
@@ -179,8 +184,7 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
       if constexpr (TR) static_cast<float*>(q.scale_inv_t)[0] = given.inv;
     }
   } else if constexpr (MODE == kAmaxArrays) {
-    const int64_t r = row + (lane & 7);
-    scale = scale_from_amax(r < q.R ? q.row_amax[r] : 0, kLimit, q.pow2).scale;
+    scale = scale_from_amax((lane & 7) < rows ? q.row_amax[row + (lane & 7)] : 0, kLimit, q.pow2).scale;
   } else if constexpr (MODE == kMode128x128) {
     if (lane == 0) sm.warp_amax[warp] = warp_amax;
     __syncthreads();
@@ -217,19 +221,19 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
         for (int i = 0; i < kRowWords / 4; ++i) m[i] = max_word<T>(m[i], __shfl_xor_sync(0xffffffffu, m[i], d));
     }
     const uint32_t even = E::kPer == 2 ? m[0] & 0xffff : m[0], odd = E::kPer == 2 ? m[0] >> 16 : m[1];
-    const int64_t r = row + 2 * (lane & 3);
+    const int r = 2 * (lane & 3);
     if constexpr (MODE == kMode1x128) {  // lanes 0-3 make the scales of the even rows, lanes 4-7 of the odd ones
-      const int next = (lane >> 2) & 1;
-      const Scale s = scale_from_amax(E::magnitude_to_float_bits(next ? odd : even), kLimit, q.pow2);
-      if (cg < 8 && r + next < q.R) static_cast<float*>(q.scale_inv)[(r + next) * ((q.C + kTile - 1) / kTile) + col0 / kTile] = s.inv;
+      const int own = r + ((lane >> 2) & 1);
+      const Scale s = scale_from_amax(E::magnitude_to_float_bits(own & 1 ? odd : even), kLimit, q.pow2);
+      if (cg < 8 && own < rows) static_cast<float*>(q.scale_inv)[(row + own) * ((q.C + kTile - 1) / kTile) + col0 / kTile] = s.inv;
       scale = s.scale;
     } else {
       const Scale s0 = scale_from_amax(E::magnitude_to_float_bits(even), kLimit, true);
       const Scale s1 = scale_from_amax(E::magnitude_to_float_bits(odd), kLimit, true);
       const int64_t blocks = (q.C + 31) / 32, b = col / 32;
-      uint8_t* out = static_cast<uint8_t*>(q.scale_inv);
-      if (b < blocks && r < q.R) out[r * blocks + b] = e8m0_from_scale_inv(s0.inv);
-      if (b < blocks && r + 1 < q.R) out[(r + 1) * blocks + b] = e8m0_from_scale_inv(s1.inv);
+      uint8_t* out = static_cast<uint8_t*>(q.scale_inv) + (row + r) * blocks + b;
+      if (b < blocks && r < rows) out[0] = e8m0_from_scale_inv(s0.inv);
+      if (b < blocks && r + 1 < rows) out[blocks] = e8m0_from_scale_inv(s1.inv);
       scale = s0.scale, odd_scale = s1.scale;
     }
   }
@@ -280,7 +284,7 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
     bytes[i] = make_uint2(cast4<FMT>(v[i].get(0) * s, v[i].get(1) * s, v[i].get(2) * s, v[i].get(3) * s),
                           cast4<FMT>(v[i].get(4) * s, v[i].get(5) * s, v[i].get(6) * s, v[i].get(7) * s));
     if (whole && q.vec) *reinterpret_cast<uint2*>(out) = bytes[i];
-    else if (row + i < q.R) store_bytes(out, bytes[i], q.C - col, q.vec);
+    else if (i < rows) store_bytes(out, bytes[i], columns, q.vec);
   }
   if constexpr (!TR) return;
 
@@ -324,13 +328,13 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
 #pragma unroll
     for (int k = 0; k < kTile / kStep; ++k) *reinterpret_cast<uint4*>(out_t + k * kStep * q.R) = turned(k);
   } else {
-    const int64_t n = q.R - (row0 + pair * 16);
+    const int n = clamp(q.R - (row0 + pair * 16), 16);
 #pragma unroll
     for (int k = 0; k < kTile / kStep; ++k) {
       if (col0 + first + k * kStep >= q.C) continue;
       const uint4 w = turned(k);
       uint8_t* p = out_t + k * kStep * q.R;
-      if (n >= 16 && q.vec_t) {
+      if (n == 16 && q.vec_t) {
         *reinterpret_cast<uint4*>(p) = w;
       } else {
         store_bytes(p, make_uint2(w.x, w.y), n, false);
@@ -351,8 +355,7 @@ __device__ __forceinline__ void load_tile(const Source& source, int64_t row0, in
   constexpr int kAhead = Source::kAhead;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int64_t row = row0 + (warp * 2 + (lane >> 4)) * 8, col = col0 + (lane & 15) * 8;
-  auto eight_at_most = [](int64_t n) { return static_cast<int>(max(int64_t{0}, min(n, int64_t{8}))); };
-  const int rows = eight_at_most(R - row), columns = eight_at_most(C - col);
+  const int rows = clamp(R - row, 8), columns = clamp(C - col, 8);
   const auto prepared = source.prepare(col, columns);
 #pragma unroll
   for (int first = 0; first < 8; first += kAhead) {
@@ -401,6 +404,21 @@ __device__ __forceinline__ uint32_t tile_amax(const Vec8<T> (&v)[8], int64_t row
                                               uint32_t* col_amax, uint32_t (&sm)[16][kTile / Elem<T>::kPer], int& nonfinite) {
   using E = Elem<T>;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, cg = lane & 15, rg = warp * 2 + (lane >> 4);
+  if (row_amax) {
+    const int64_t row = row0 + rg * 8;
+    uint32_t own = 0;  // of row + cg, in the first eight lanes of a half-warp
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      uint32_t r = abs_word<T>(v[i].w[0]);
+#pragma unroll
+      for (int k = 1; k < E::kWords; ++k) r = max_word<T>(r, abs_word<T>(v[i].w[k]));
+      r = fold_word<T>(r);
+#pragma unroll
+      for (int d = 8; d; d >>= 1) r = max(r, __shfl_xor_sync(0xffffffffu, r, d));
+      if (cg == i) own = r;
+    }
+    if (cg < 8 && row + cg < R) atomicMax(row_amax + row + cg, E::magnitude_to_float_bits(own));
+  }
   uint32_t column[E::kWords];
 #pragma unroll
   for (int k = 0; k < E::kWords; ++k) {
@@ -412,19 +430,6 @@ __device__ __forceinline__ uint32_t tile_amax(const Vec8<T> (&v)[8], int64_t row
 #pragma unroll
   for (int k = 1; k < E::kWords; ++k) m = max_word<T>(m, column[k]);
   m = fold_word<T>(m);
-  if (m >= E::kInf) nonfinite += count_nonfinite<T>(v);
-  if (row_amax) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      uint32_t r = abs_word<T>(v[i].w[0]);
-#pragma unroll
-      for (int k = 1; k < E::kWords; ++k) r = max_word<T>(r, abs_word<T>(v[i].w[k]));
-      r = fold_word<T>(r);
-#pragma unroll
-      for (int d = 8; d; d >>= 1) r = max(r, __shfl_xor_sync(0xffffffffu, r, d));
-      if (cg == i && row0 + rg * 8 + i < R) atomicMax(row_amax + row0 + rg * 8 + i, E::magnitude_to_float_bits(r));
-    }
-  }
   if (col_amax) {
 #pragma unroll
     for (int k = 0; k < E::kWords; ++k) sm[rg][cg * E::kWords + k] = column[k];
@@ -441,6 +446,7 @@ __device__ __forceinline__ uint32_t tile_amax(const Vec8<T> (&v)[8], int64_t row
     }
     __syncthreads();
   }
+  if (m >= E::kInf) nonfinite += count_nonfinite<T>(v);
   return m;
 }
 
