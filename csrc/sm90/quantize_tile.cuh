@@ -42,13 +42,15 @@ struct QuantArgs {
 
 template <typename T, int MODE, bool TR>
 struct QuantSmem {
-  static constexpr bool kColAmax = TR && (MODE == kMode1x128 || MODE == kModeMx);
-  static constexpr int kColScales = !TR ? 4 : MODE == kModeMx ? 4 * kTile : kTile;
+  static constexpr bool kOwnScales = MODE == kMode1x128 || MODE == kModeMx;  // scales of rows (and columns) from this tile
+  static constexpr bool kLineScales = kOwnScales || MODE == kAmaxArrays;
+  static constexpr int kParts = MODE == kModeMx ? 4 : 1;                     // scale blocks along 128 values
   union {
     uint4 tile[TR ? kTile * kTile / 16 : 1];
-    uint32_t col_amax[kColAmax ? 8 * kTile / Elem<T>::kPer : 1];  // of the columns of each warp; read before the tile is written
+    uint32_t col_amax[TR && kOwnScales ? 8 * kTile / Elem<T>::kPer : 1];  // of the columns of each warp; read before the tile is written
   };
-  alignas(16) float col_scale[kColScales];
+  alignas(16) float row_scale[kLineScales ? kParts * kTile : 4];
+  alignas(16) float col_scale[kLineScales && TR ? kParts * kTile : 4];
   uint32_t warp_amax[8];
 };
 
@@ -138,10 +140,33 @@ __device__ __forceinline__ Scale given_scale(const QuantArgs& q) {
   return given_scale<FMT>(q.scale, q.stats, q.pow2);
 }
 
+// Writes the inverse scales of rows and columns, for which no cast waits: a warp those of its rows and of as many columns, a lane one of them.
+template <typename T, int MODE, bool TR>
+__device__ __forceinline__ void write_scales(const QuantArgs& q, int64_t row0, int64_t col0, const QuantSmem<T, MODE, TR>& sm) {
+  constexpr int kParts = QuantSmem<T, MODE, TR>::kParts, kWidth = kTile / kParts;
+  if constexpr (QuantSmem<T, MODE, TR>::kOwnScales) {
+    const int lane = threadIdx.x & 31, line = (threadIdx.x >> 5) * 16 + (lane & 15);
+    const bool column = lane >= 16;
+    if (column && !TR) return;
+    const int64_t lines = column ? q.C : q.R, blocks = ((column ? q.R : q.C) + kWidth - 1) / kWidth;
+    const int64_t at = (column ? col0 : row0) + line, first = (column ? row0 : col0) / kWidth;
+    if (at >= lines) return;
+    const float* scale = (column ? sm.col_scale : sm.row_scale) + line;
+    void* out = column ? q.scale_inv_t : q.scale_inv;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const float inv = inverse_scale(scale[part * kTile]);
+      if constexpr (MODE == kMode1x128) static_cast<float*>(out)[at * blocks + first] = inv;
+      else if (first + part < blocks) static_cast<uint8_t*>(out)[at * blocks + first + part] = e8m0_from_scale_inv(inv);
+    }
+  }
+}
+
 template <typename T, int FMT, int MODE, bool TR>
 __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const QuantArgs& q, int64_t row0, int64_t col0, const Scale& given,
                                               QuantSmem<T, MODE, TR>& sm, Seen& seen) {
   using E = Elem<T>;
+  using Smem = QuantSmem<T, MODE, TR>;
   constexpr int kWords = E::kWords;
   constexpr float kLimit = kFormatMax<FMT>;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
@@ -167,7 +192,7 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
     if constexpr (MODE == kMode128x128) warp_amax = E::magnitude_to_float_bits(__reduce_max_sync(0xffffffffu, m));
   }
 
-  if constexpr (QuantSmem<T, MODE, TR>::kColAmax) {  // two row groups of a warp together
+  if constexpr (TR && Smem::kOwnScales) {  // two row groups of a warp together
 #pragma unroll
     for (int k = 0; k < kWords; ++k) column[k] = max_word<T>(column[k], __shfl_xor_sync(0xffffffffu, column[k], 16));
     if (lane < 16) {
@@ -176,15 +201,18 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
     }
   }
 
-  // Row scales. A lane makes one of them (two for MX); row_scale asks for that of row + i.
-  float scale = given.scale, odd_scale = 0.f;
+  // The scale of the tile, or those of rows.
+  float scale = given.scale;
   if constexpr (MODE == kGiven) {
     if (row0 == 0 && col0 == 0 && tid == 0) {
       static_cast<float*>(q.scale_inv)[0] = given.inv;
       if constexpr (TR) static_cast<float*>(q.scale_inv_t)[0] = given.inv;
     }
   } else if constexpr (MODE == kAmaxArrays) {
-    scale = scale_from_amax((lane & 7) < rows ? q.row_amax[row + (lane & 7)] : 0, kLimit, q.pow2).scale;
+    const int line = tid % kTile;
+    if (tid < kTile) sm.row_scale[line] = scale_of_amax(row0 + line < q.R ? q.row_amax[row0 + line] : 0, kLimit, q.pow2);
+    else if (TR) sm.col_scale[line] = scale_of_amax(col0 + line < q.C ? q.col_amax[col0 + line] : 0, kLimit, q.pow2);
+    __syncthreads();
   } else if constexpr (MODE == kMode128x128) {
     if (lane == 0) sm.warp_amax[warp] = warp_amax;
     __syncthreads();
@@ -222,57 +250,29 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
     }
     const uint32_t even = E::kPer == 2 ? m[0] & 0xffff : m[0], odd = E::kPer == 2 ? m[0] >> 16 : m[1];
     const int r = 2 * (lane & 3);
-    if constexpr (MODE == kMode1x128) {  // lanes 0-3 make the scales of the even rows, lanes 4-7 of the odd ones
-      const int own = r + ((lane >> 2) & 1);
-      const Scale s = scale_from_amax(E::magnitude_to_float_bits(own & 1 ? odd : even), kLimit, q.pow2);
-      if (cg < 8 && own < rows) static_cast<float*>(q.scale_inv)[(row + own) * ((q.C + kTile - 1) / kTile) + col0 / kTile] = s.inv;
-      scale = s.scale;
+    float* scales = sm.row_scale + rg * 8 + 2 * (lane & 3);
+    if constexpr (MODE == kMode1x128) {  // four lanes make the scales of the even rows, four those of the odd ones
+      const int next = (lane >> 2) & 1;
+      if (cg < 8) scales[next] = scale_of_amax(E::magnitude_to_float_bits(next ? odd : even), kLimit, q.pow2);
     } else {
-      const Scale s0 = scale_from_amax(E::magnitude_to_float_bits(even), kLimit, true);
-      const Scale s1 = scale_from_amax(E::magnitude_to_float_bits(odd), kLimit, true);
-      const int64_t blocks = (q.C + 31) / 32, b = col / 32;
-      uint8_t* out = static_cast<uint8_t*>(q.scale_inv) + (row + r) * blocks + b;
-      if (b < blocks && r < rows) out[0] = e8m0_from_scale_inv(s0.inv);
-      if (b < blocks && r + 1 < rows) out[blocks] = e8m0_from_scale_inv(s1.inv);
-      scale = s0.scale, odd_scale = s1.scale;
+      scales[cg / 4 * kTile] = scale_of_amax(E::magnitude_to_float_bits(even), kLimit, true);
+      scales[cg / 4 * kTile + 1] = scale_of_amax(E::magnitude_to_float_bits(odd), kLimit, true);
     }
+    __syncwarp();
   }
-  auto row_scale = [&](int i) {
-    if constexpr (MODE == kAmaxArrays) return __shfl_sync(0xffffffffu, scale, (lane & 16) | i);
-    else if constexpr (MODE == kMode1x128) return __shfl_sync(0xffffffffu, scale, (lane & 16) | (i & 1) << 2 | i >> 1);
-    else if constexpr (MODE == kModeMx) return __shfl_sync(0xffffffffu, i & 1 ? odd_scale : scale, (lane & ~3) | i >> 1);
-    else return scale;
-  };
-
-  // Column scales of the transposed copy, where they are not the row scales; some warps make them while the others go on.
-  if constexpr (TR && MODE == kAmaxArrays) {
-    if (tid < kTile) {
-      const int64_t c = col0 + tid;
-      sm.col_scale[tid] = scale_from_amax(c < q.C ? q.col_amax[c] : 0, kLimit, q.pow2).scale;
-    }
-  }
-  if constexpr (QuantSmem<T, MODE, TR>::kColAmax) {
+  if constexpr (TR && Smem::kOwnScales) {  // column scales of the transposed copy; some warps make them while the others go on
     __syncthreads();
-    constexpr int kParts = MODE == kModeMx ? 4 : 1;  // scale blocks along the 128 rows
-    constexpr int kWarps = 8 / kParts;
-    for (int u = tid; u < kTile * kParts; u += kQuantThreads) {
+    constexpr int kWarps = 8 / Smem::kParts;
+    for (int u = tid; u < kTile * Smem::kParts; u += kQuantThreads) {
       const int c = u % kTile, part = u / kTile;
       uint32_t m = 0;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) m = max_word<T>(m, sm.col_amax[((part * kWarps + w) * kTile + c) / E::kPer]);
       if constexpr (E::kPer == 2) m = c & 1 ? m >> 16 : m & 0xffff;
-      const Scale s = scale_from_amax(E::magnitude_to_float_bits(m), kLimit, MODE == kModeMx || q.pow2);
-      sm.col_scale[u] = s.scale;
-      if (col0 + c < q.C) {
-        if constexpr (MODE == kModeMx) {
-          const int64_t blocks = (q.R + 31) / 32, b = row0 / 32 + part;
-          if (b < blocks) static_cast<uint8_t*>(q.scale_inv_t)[(col0 + c) * blocks + b] = e8m0_from_scale_inv(s.inv);
-        } else {
-          static_cast<float*>(q.scale_inv_t)[(col0 + c) * ((q.R + kTile - 1) / kTile) + row0 / kTile] = s.inv;
-        }
-      }
+      sm.col_scale[u] = scale_of_amax(E::magnitude_to_float_bits(m), kLimit, MODE == kModeMx || q.pow2);
     }
   }
+  const float* row_scales = sm.row_scale + (MODE == kModeMx ? cg / 4 * kTile : 0) + rg * 8;
 
   // Row-major copy. A whole tile, the same in every thread of the block, is stored without a test for each row.
   const bool whole = row0 + kTile <= q.R && col0 + kTile <= q.C;
@@ -280,13 +280,13 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
   uint8_t* out = q.data + row * q.C + col;
 #pragma unroll
   for (int i = 0; i < 8; ++i, out += q.C) {
-    const float s = row_scale(i);
+    const float s = Smem::kLineScales ? row_scales[i] : scale;
     bytes[i] = make_uint2(cast4<FMT>(v[i].get(0) * s, v[i].get(1) * s, v[i].get(2) * s, v[i].get(3) * s),
                           cast4<FMT>(v[i].get(4) * s, v[i].get(5) * s, v[i].get(6) * s, v[i].get(7) * s));
     if (whole && q.vec) *reinterpret_cast<uint2*>(out) = bytes[i];
     else if (i < rows) store_bytes(out, bytes[i], columns, q.vec);
   }
-  if constexpr (!TR) return;
+  if constexpr (!TR) return write_scales<T>(q, row0, col0, sm);
 
   // Transposed copy: eight bytes of a column a thread, through shared memory. The 8-byte chunk k of column c lies at
   // k ^ (c / 8 % 16).
@@ -303,7 +303,7 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
       for (int j = 0; j < 4; ++j) tile[(cg * 8 + h * 4 + j) * 16 + (rg ^ cg)] = make_uint2(upper[j], lower[j]);
     }
   } else {
-    __syncthreads();  // the column scales are there, and the column maxima have been read
+    if constexpr (Smem::kOwnScales) __syncthreads();  // the column scales are there, and the column maxima have been read
     Vec8<float> scales;
     scales.load_shared(sm.col_scale + (MODE == kModeMx ? (rg / 4) * kTile : 0) + cg * 8);
 #pragma unroll
@@ -342,6 +342,7 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
       }
     }
   }
+  write_scales<T>(q, row0, col0, sm);
 }
 
 // ---- Kernels over a Source -----------------------------------------------------------------------------------------
