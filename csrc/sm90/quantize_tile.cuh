@@ -249,7 +249,6 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
         for (int i = 0; i < kRowWords / 4; ++i) m[i] = max_word<T>(m[i], __shfl_xor_sync(0xffffffffu, m[i], d));
     }
     const uint32_t even = E::kPer == 2 ? m[0] & 0xffff : m[0], odd = E::kPer == 2 ? m[0] >> 16 : m[1];
-    const int r = 2 * (lane & 3);
     float* scales = sm.row_scale + rg * 8 + 2 * (lane & 3);
     if constexpr (MODE == kMode1x128) {  // four lanes make the scales of the even rows, four those of the odd ones
       const int next = (lane >> 2) & 1;
