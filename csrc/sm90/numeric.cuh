@@ -69,18 +69,19 @@ __device__ __forceinline__ int ceil_log2_clamped(float x) {
 
 __device__ __forceinline__ float exp2_int(int e) { return __uint_as_float(static_cast<uint32_t>(e + 127) << 23); }
 
-// numerics.scale_from_amax for an amax given as FP32 bits.
+// numerics.scale_from_amax for an amax given as FP32 bits: the scale, which a cast waits for, and from it the inverse.
+__device__ __forceinline__ float scale_of_amax(uint32_t amax_bits, float limit, bool pow2) {
+  if (amax_bits > kFloatInf) return __uint_as_float(amax_bits);
+  if (amax_bits == 0) return 1.f;
+  const float finite = amax_bits == kFloatInf ? kFloatMax : __uint_as_float(amax_bits);
+  if (pow2) return exp2_int(-ceil_log2_clamped(__fdiv_rn(finite, limit)));
+  return fminf(__fdiv_rn(limit, finite), kFloatMax);
+}
+__device__ __forceinline__ float inverse_scale(float scale) { return scale == scale ? __fdiv_rn(1.f, scale) : scale; }
+
 __device__ __forceinline__ Scale scale_from_amax(uint32_t amax_bits, float limit, bool pow2) {
-  const float amax = __uint_as_float(amax_bits);
-  if (amax_bits > kFloatInf) return {amax, amax};
-  if (amax_bits == 0) return {1.f, 1.f};
-  const float finite = amax_bits == kFloatInf ? kFloatMax : amax;
-  if (pow2) {
-    const int e = ceil_log2_clamped(__fdiv_rn(finite, limit));
-    return {exp2_int(-e), exp2_int(e)};
-  }
-  const float scale = fminf(__fdiv_rn(limit, finite), kFloatMax);
-  return {scale, __fdiv_rn(1.f, scale)};
+  const float scale = scale_of_amax(amax_bits, limit, pow2);
+  return {scale, inverse_scale(scale)};
 }
 
 // E8M0 byte of a power-of-two scale_inv; NaN -> 255.

@@ -67,7 +67,7 @@ __global__ void dequantize_kernel(const uint8_t* data, const void* scale_inv, T*
   float s;
   if (granularity == kTensor) s = f[0];
   else if (granularity == kRow) s = f[r];
-  else if (granularity == kBlock1x128) s = f[scale_place(r, c / 128, R, C, by_block)];
+  else if (granularity == kBlock1x128) s = f[scale_place(r, c / 128, R, (C + 127) / 128, by_block)];
   else if (granularity == kBlock128x128) s = f[r / 128 * ((C + 127) / 128) + c / 128];
   else s = e8m0_decode(static_cast<const uint8_t*>(scale_inv)[r * ((C + 31) / 32) + c / 32]);
   const uint8_t* in = data + r * C + c;

@@ -43,19 +43,21 @@ struct QuantArgs {
 
 template <typename T, int MODE, bool TR>
 struct QuantSmem {
-  static constexpr bool kColAmax = TR && (MODE == kMode1x128 || MODE == kModeMx);
-  static constexpr int kColScales = !TR ? 4 : MODE == kModeMx ? 4 * kTile : kTile;
+  static constexpr bool kOwnScales = MODE == kMode1x128 || MODE == kModeMx;  // scales of rows (and columns) from this tile
+  static constexpr bool kLineScales = kOwnScales || MODE == kAmaxArrays;
+  static constexpr int kParts = MODE == kModeMx ? 4 : 1;                     // scale blocks along 128 values
   union {
     uint4 tile[TR ? kTile * kTile / 16 : 1];
-    uint32_t col_amax[kColAmax ? 8 * kTile / Elem<T>::kPer : 1];  // of the columns of each warp; read before the tile is written
+    uint32_t col_amax[TR && kOwnScales ? 8 * kTile / Elem<T>::kPer : 1];  // of the columns of each warp; read before the tile is written
   };
-  alignas(16) float col_scale[kColScales];
+  alignas(16) float row_scale[kLineScales ? kParts * kTile : 4];
+  alignas(16) float col_scale[kLineScales && TR ? kParts * kTile : 4];
   uint32_t warp_amax[8];
 };
 
-// Where the 1x128 scale of a line and a block of it lies.
-__device__ __forceinline__ int64_t scale_place(int64_t line, int64_t block, int64_t lines, int64_t columns, bool by_block) {
-  return by_block ? block * lines + line : line * ((columns + kTile - 1) / kTile) + block;
+// Where the 1x128 scale of a block of a line lies.
+__device__ __forceinline__ int64_t scale_place(int64_t line, int64_t block, int64_t lines, int64_t blocks, bool by_block) {
+  return by_block ? block * lines + line : line * blocks + block;
 }
 
 // How many rows hold values; whatever the number says, not more than there are.
@@ -82,7 +84,11 @@ __device__ __forceinline__ void halve_maxima(uint32_t* m, int lane, int d) {
   }
 }
 
-__device__ __forceinline__ void store_bytes(uint8_t* p, uint2 bytes, int64_t n, bool vec) {
+// n, between 0 and most.
+__device__ __forceinline__ int clamp(int64_t n, int most) { return static_cast<int>(max(int64_t{0}, min(n, int64_t{most}))); }
+
+// The first n of eight bytes (more: all, less than one: none). vec: p is on 8 bytes.
+__device__ __forceinline__ void store_bytes(uint8_t* p, uint2 bytes, int n, bool vec) {
   if (n >= 8 && vec) {
     *reinterpret_cast<uint2*>(p) = bytes;
   } else {
@@ -105,16 +111,16 @@ __device__ __forceinline__ void add_stats(float* stats, uint32_t warp_amax_bits,
 // Number of infinities and NaNs of a tile part; only called when the amax says there are some.
 template <typename T, int N>
 __device__ __forceinline__ int count_nonfinite(const Vec8<T> (&v)[N]) {
-  int n = 0;
+  uint32_t n = 0;
 #pragma unroll
   for (int i = 0; i < N; ++i)
 #pragma unroll
     for (int k = 0; k < Elem<T>::kWords; ++k) {
       const uint32_t m = abs_word<T>(v[i].w[k]);
-      if constexpr (Elem<T>::kPer == 2) n += ((m & 0xffff) >= Elem<T>::kInf) + ((m >> 16) >= Elem<T>::kInf);
+      if constexpr (Elem<T>::kPer == 2) n += ((m + 0x10001u * (0x8000u - Elem<T>::kInf)) >> 15) & 0x10001u;  // a carry into the sign bit of a half
       else n += m >= Elem<T>::kInf;
     }
-  return n;
+  return static_cast<int>(Elem<T>::kPer == 2 ? (n & 0xffff) + (n >> 16) : n);
 }
 
 // What a thread has seen so far: largest magnitude (of T) and number of non-finite values.
@@ -140,15 +146,40 @@ __device__ __forceinline__ Scale given_scale(const QuantArgs& q) {
   return given_scale<FMT>(q.scale, q.stats, q.pow2);
 }
 
+// Writes the inverse scales of rows and columns, for which no cast waits: a warp those of its rows and of as many columns, a lane one of them.
+template <typename T, int MODE, bool TR>
+__device__ __forceinline__ void write_scales(const QuantArgs& q, int64_t row0, int64_t col0, const QuantSmem<T, MODE, TR>& sm) {
+  constexpr int kParts = QuantSmem<T, MODE, TR>::kParts, kWidth = kTile / kParts;
+  if constexpr (QuantSmem<T, MODE, TR>::kOwnScales) {
+    const int lane = threadIdx.x & 31, line = (threadIdx.x >> 5) * 16 + (lane & 15);
+    const bool column = lane >= 16;
+    if (column && !TR) return;
+    const int64_t lines = column ? q.C : q.R, blocks = ((column ? q.R : q.C) + kWidth - 1) / kWidth;
+    const int64_t at = (column ? col0 : row0) + line, first = (column ? row0 : col0) / kWidth;
+    if (at >= lines) return;
+    const float* scale = (column ? sm.col_scale : sm.row_scale) + line;
+    void* out = column ? q.scale_inv_t : q.scale_inv;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const float inv = inverse_scale(scale[part * kTile]);
+      if constexpr (MODE == kMode1x128)
+        static_cast<float*>(out)[scale_place(at, first, lines, blocks, column ? q.scales_t_by_block : q.scales_by_block)] = inv;
+      else if (first + part < blocks) static_cast<uint8_t*>(out)[at * blocks + first + part] = e8m0_from_scale_inv(inv);
+    }
+  }
+}
+
 template <typename T, int FMT, int MODE, bool TR>
 __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const QuantArgs& q, int64_t row0, int64_t col0, const Scale& given,
                                               QuantSmem<T, MODE, TR>& sm, Seen& seen) {
   using E = Elem<T>;
+  using Smem = QuantSmem<T, MODE, TR>;
   constexpr int kWords = E::kWords;
   constexpr float kLimit = kFormatMax<FMT>;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
   const int cg = lane & 15, rg = warp * 2 + (lane >> 4);
   const int64_t row = row0 + rg * 8, col = col0 + cg * 8;
+  const int rows = clamp(q.R - row, 8), columns = clamp(q.C - col, 8);  // of this thread inside the tensor
 
   // Magnitudes: columns of this thread (8 rows each), and through them the thread's maximum. Not where an earlier pass has found them.
   uint32_t column[kWords], warp_amax = 0;
@@ -168,7 +199,7 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
     if constexpr (MODE == kMode128x128) warp_amax = E::magnitude_to_float_bits(__reduce_max_sync(0xffffffffu, m));
   }
 
-  if constexpr (QuantSmem<T, MODE, TR>::kColAmax) {  // two row groups of a warp together
+  if constexpr (TR && Smem::kOwnScales) {  // two row groups of a warp together
 #pragma unroll
     for (int k = 0; k < kWords; ++k) column[k] = max_word<T>(column[k], __shfl_xor_sync(0xffffffffu, column[k], 16));
     if (lane < 16) {
@@ -177,16 +208,18 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
     }
   }
 
-  // Row scales. A lane makes one of them (two for MX); row_scale asks for that of row + i.
-  float scale = given.scale, odd_scale = 0.f;
+  // The scale of the tile, or those of rows.
+  float scale = given.scale;
   if constexpr (MODE == kGiven) {
     if (row0 == 0 && col0 == 0 && tid == 0) {
       static_cast<float*>(q.scale_inv)[0] = given.inv;
       if constexpr (TR) static_cast<float*>(q.scale_inv_t)[0] = given.inv;
     }
   } else if constexpr (MODE == kAmaxArrays) {
-    const int64_t r = row + (lane & 7);
-    scale = scale_from_amax(r < q.R ? q.row_amax[r] : 0, kLimit, q.pow2).scale;
+    const int line = tid % kTile;
+    if (tid < kTile) sm.row_scale[line] = scale_of_amax(row0 + line < q.R ? q.row_amax[row0 + line] : 0, kLimit, q.pow2);
+    else if (TR) sm.col_scale[line] = scale_of_amax(col0 + line < q.C ? q.col_amax[col0 + line] : 0, kLimit, q.pow2);
+    __syncthreads();
   } else if constexpr (MODE == kMode128x128) {
     if (lane == 0) sm.warp_amax[warp] = warp_amax;
     __syncthreads();
@@ -223,58 +256,29 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
         for (int i = 0; i < kRowWords / 4; ++i) m[i] = max_word<T>(m[i], __shfl_xor_sync(0xffffffffu, m[i], d));
     }
     const uint32_t even = E::kPer == 2 ? m[0] & 0xffff : m[0], odd = E::kPer == 2 ? m[0] >> 16 : m[1];
-    const int64_t r = row + 2 * (lane & 3);
-    if constexpr (MODE == kMode1x128) {  // lanes 0-3 make the scales of the even rows, lanes 4-7 of the odd ones
+    float* scales = sm.row_scale + rg * 8 + 2 * (lane & 3);
+    if constexpr (MODE == kMode1x128) {  // four lanes make the scales of the even rows, four those of the odd ones
       const int next = (lane >> 2) & 1;
-      const Scale s = scale_from_amax(E::magnitude_to_float_bits(next ? odd : even), kLimit, q.pow2);
-      if (cg < 8 && r + next < q.R) static_cast<float*>(q.scale_inv)[scale_place(r + next, col0 / kTile, q.R, q.C, q.scales_by_block)] = s.inv;
-      scale = s.scale;
+      if (cg < 8) scales[next] = scale_of_amax(E::magnitude_to_float_bits(next ? odd : even), kLimit, q.pow2);
     } else {
-      const Scale s0 = scale_from_amax(E::magnitude_to_float_bits(even), kLimit, true);
-      const Scale s1 = scale_from_amax(E::magnitude_to_float_bits(odd), kLimit, true);
-      const int64_t blocks = (q.C + 31) / 32, b = col / 32;
-      uint8_t* out = static_cast<uint8_t*>(q.scale_inv);
-      if (b < blocks && r < q.R) out[r * blocks + b] = e8m0_from_scale_inv(s0.inv);
-      if (b < blocks && r + 1 < q.R) out[(r + 1) * blocks + b] = e8m0_from_scale_inv(s1.inv);
-      scale = s0.scale, odd_scale = s1.scale;
+      scales[cg / 4 * kTile] = scale_of_amax(E::magnitude_to_float_bits(even), kLimit, true);
+      scales[cg / 4 * kTile + 1] = scale_of_amax(E::magnitude_to_float_bits(odd), kLimit, true);
     }
+    __syncwarp();
   }
-  auto row_scale = [&](int i) {
-    if constexpr (MODE == kAmaxArrays) return __shfl_sync(0xffffffffu, scale, (lane & 16) | i);
-    else if constexpr (MODE == kMode1x128) return __shfl_sync(0xffffffffu, scale, (lane & 16) | (i & 1) << 2 | i >> 1);
-    else if constexpr (MODE == kModeMx) return __shfl_sync(0xffffffffu, i & 1 ? odd_scale : scale, (lane & ~3) | i >> 1);
-    else return scale;
-  };
-
-  // Column scales of the transposed copy, where they are not the row scales; some warps make them while the others go on.
-  if constexpr (TR && MODE == kAmaxArrays) {
-    if (tid < kTile) {
-      const int64_t c = col0 + tid;
-      sm.col_scale[tid] = scale_from_amax(c < q.C ? q.col_amax[c] : 0, kLimit, q.pow2).scale;
-    }
-  }
-  if constexpr (QuantSmem<T, MODE, TR>::kColAmax) {
+  if constexpr (TR && Smem::kOwnScales) {  // column scales of the transposed copy; some warps make them while the others go on
     __syncthreads();
-    constexpr int kParts = MODE == kModeMx ? 4 : 1;  // scale blocks along the 128 rows
-    constexpr int kWarps = 8 / kParts;
-    for (int u = tid; u < kTile * kParts; u += kQuantThreads) {
+    constexpr int kWarps = 8 / Smem::kParts;
+    for (int u = tid; u < kTile * Smem::kParts; u += kQuantThreads) {
       const int c = u % kTile, part = u / kTile;
       uint32_t m = 0;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) m = max_word<T>(m, sm.col_amax[((part * kWarps + w) * kTile + c) / E::kPer]);
       if constexpr (E::kPer == 2) m = c & 1 ? m >> 16 : m & 0xffff;
-      const Scale s = scale_from_amax(E::magnitude_to_float_bits(m), kLimit, MODE == kModeMx || q.pow2);
-      sm.col_scale[u] = s.scale;
-      if (col0 + c < q.C) {
-        if constexpr (MODE == kModeMx) {
-          const int64_t blocks = (q.R + 31) / 32, b = row0 / 32 + part;
-          if (b < blocks) static_cast<uint8_t*>(q.scale_inv_t)[(col0 + c) * blocks + b] = e8m0_from_scale_inv(s.inv);
-        } else {
-          static_cast<float*>(q.scale_inv_t)[scale_place(col0 + c, row0 / kTile, q.C, q.R, q.scales_t_by_block)] = s.inv;
-        }
-      }
+      sm.col_scale[u] = scale_of_amax(E::magnitude_to_float_bits(m), kLimit, MODE == kModeMx || q.pow2);
     }
   }
+  const float* row_scales = sm.row_scale + (MODE == kModeMx ? cg / 4 * kTile : 0) + rg * 8;
 
   // Row-major copy. A whole tile, the same in every thread of the block, is stored without a test for each row.
   const bool whole = row0 + kTile <= q.R && col0 + kTile <= q.C;
@@ -282,13 +286,13 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
   uint8_t* out = q.data + row * q.C + col;
 #pragma unroll
   for (int i = 0; i < 8; ++i, out += q.C) {
-    const float s = row_scale(i);
+    const float s = Smem::kLineScales ? row_scales[i] : scale;
     bytes[i] = make_uint2(cast4<FMT>(v[i].get(0) * s, v[i].get(1) * s, v[i].get(2) * s, v[i].get(3) * s),
                           cast4<FMT>(v[i].get(4) * s, v[i].get(5) * s, v[i].get(6) * s, v[i].get(7) * s));
     if (whole && q.vec) *reinterpret_cast<uint2*>(out) = bytes[i];
-    else if (row + i < q.R) store_bytes(out, bytes[i], q.C - col, q.vec);
+    else if (i < rows) store_bytes(out, bytes[i], columns, q.vec);
   }
-  if constexpr (!TR) return;
+  if constexpr (!TR) return write_scales<T>(q, row0, col0, sm);
 
   // Transposed copy: eight bytes of a column a thread, through shared memory. The 8-byte chunk k of column c lies at
   // k ^ (c / 8 % 16).
@@ -305,7 +309,7 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
       for (int j = 0; j < 4; ++j) tile[(cg * 8 + h * 4 + j) * 16 + (rg ^ cg)] = make_uint2(upper[j], lower[j]);
     }
   } else {
-    __syncthreads();  // the column scales are there, and the column maxima have been read
+    if constexpr (Smem::kOwnScales) __syncthreads();  // the column scales are there, and the column maxima have been read
     Vec8<float> scales;
     scales.load_shared(sm.col_scale + (MODE == kModeMx ? (rg / 4) * kTile : 0) + cg * 8);
 #pragma unroll
@@ -330,13 +334,13 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
 #pragma unroll
     for (int k = 0; k < kTile / kStep; ++k) *reinterpret_cast<uint4*>(out_t + k * kStep * q.R) = turned(k);
   } else {
-    const int64_t n = q.R - (row0 + pair * 16);
+    const int n = clamp(q.R - (row0 + pair * 16), 16);
 #pragma unroll
     for (int k = 0; k < kTile / kStep; ++k) {
       if (col0 + first + k * kStep >= q.C) continue;
       const uint4 w = turned(k);
       uint8_t* p = out_t + k * kStep * q.R;
-      if (n >= 16 && q.vec_t) {
+      if (n == 16 && q.vec_t) {
         *reinterpret_cast<uint4*>(p) = w;
       } else {
         store_bytes(p, make_uint2(w.x, w.y), n, false);
@@ -344,6 +348,7 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
       }
     }
   }
+  write_scales<T>(q, row0, col0, sm);
 }
 
 // ---- Kernels over a Source -----------------------------------------------------------------------------------------
@@ -357,8 +362,7 @@ __device__ __forceinline__ void load_tile(const Source& source, int64_t row0, in
   constexpr int kAhead = Source::kAhead;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int64_t row = row0 + (warp * 2 + (lane >> 4)) * 8, col = col0 + (lane & 15) * 8;
-  auto eight_at_most = [](int64_t n) { return static_cast<int>(max(int64_t{0}, min(n, int64_t{8}))); };
-  const int rows = eight_at_most(R - row), columns = eight_at_most(C - col);
+  const int rows = clamp(R - row, 8), columns = clamp(C - col, 8);
   const auto prepared = source.prepare(col, columns);
 #pragma unroll
   for (int first = 0; first < 8; first += kAhead) {
@@ -407,6 +411,21 @@ __device__ __forceinline__ uint32_t tile_amax(const Vec8<T> (&v)[8], int64_t row
                                               uint32_t* col_amax, uint32_t (&sm)[16][kTile / Elem<T>::kPer], int& nonfinite) {
   using E = Elem<T>;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, cg = lane & 15, rg = warp * 2 + (lane >> 4);
+  if (row_amax) {
+    const int64_t row = row0 + rg * 8;
+    uint32_t own = 0;  // of row + cg, in the first eight lanes of a half-warp
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      uint32_t r = abs_word<T>(v[i].w[0]);
+#pragma unroll
+      for (int k = 1; k < E::kWords; ++k) r = max_word<T>(r, abs_word<T>(v[i].w[k]));
+      r = fold_word<T>(r);
+#pragma unroll
+      for (int d = 8; d; d >>= 1) r = max(r, __shfl_xor_sync(0xffffffffu, r, d));
+      if (cg == i) own = r;
+    }
+    if (cg < 8 && row + cg < R) atomicMax(row_amax + row + cg, E::magnitude_to_float_bits(own));
+  }
   uint32_t column[E::kWords];
 #pragma unroll
   for (int k = 0; k < E::kWords; ++k) {
@@ -418,19 +437,6 @@ __device__ __forceinline__ uint32_t tile_amax(const Vec8<T> (&v)[8], int64_t row
 #pragma unroll
   for (int k = 1; k < E::kWords; ++k) m = max_word<T>(m, column[k]);
   m = fold_word<T>(m);
-  if (m >= E::kInf) nonfinite += count_nonfinite<T>(v);
-  if (row_amax) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      uint32_t r = abs_word<T>(v[i].w[0]);
-#pragma unroll
-      for (int k = 1; k < E::kWords; ++k) r = max_word<T>(r, abs_word<T>(v[i].w[k]));
-      r = fold_word<T>(r);
-#pragma unroll
-      for (int d = 8; d; d >>= 1) r = max(r, __shfl_xor_sync(0xffffffffu, r, d));
-      if (cg == i && row0 + rg * 8 + i < R) atomicMax(row_amax + row0 + rg * 8 + i, E::magnitude_to_float_bits(r));
-    }
-  }
   if (col_amax) {
 #pragma unroll
     for (int k = 0; k < E::kWords; ++k) sm[rg][cg * E::kWords + k] = column[k];
@@ -447,6 +453,7 @@ __device__ __forceinline__ uint32_t tile_amax(const Vec8<T> (&v)[8], int64_t row
     }
     __syncthreads();
   }
+  if (m >= E::kInf) nonfinite += count_nonfinite<T>(v);
   return m;
 }
 
