@@ -112,6 +112,8 @@ def make_labels(tokens, cu_seqlens, cu_seqlens_padded=None) -> np.ndarray:
             f"cu_seqlens has {cu.size} entries and cu_seqlens_padded {starts.size}: both hold one entry a segment "
             "and an end"
         )
+    for index in np.flatnonzero(np.diff(cu) > np.diff(starts)):
+        raise ValueError(f"segment {index} has {cu[index + 1] - cu[index]} tokens in a place of {starts[index + 1] - starts[index]}")
     labels = np.full(tokens.shape, IGNORED, np.int32)
     for start, length in zip(starts[:-1], np.diff(cu), strict=True):
         if start + length > tokens.size:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from te_plugin import numerics
 from te_plugin.jax.call import dtype_name, launch, shape_of, target_of_backend
 from te_plugin.jax.linear import LAYOUTS
+from te_plugin.jax.pointwise import check_integers
 from te_plugin.jax.quantize import QuantizedArray, dequantize, quantize
 from te_plugin.ops.grouped_gemm.problem import GroupedGemmProblem
 from te_plugin.ops.linear_checks import check_features
@@ -200,6 +201,7 @@ def grouped_linear(
             f"grouped_linear takes x[M,K], weight[E,{','.join(layout.upper())}], group_sizes[E]; got {x.shape}, "
             f"{weight.shape}, {group_sizes.shape}"
         )
+    check_integers("grouped_linear: group_sizes", group_sizes)
     check_features(weight.shape[k_axis], weight.shape[3 - k_axis], precision)
     if dtype_name(x) == "fp32" and precision == "bf16":
         precision = "fp32"

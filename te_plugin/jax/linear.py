@@ -140,6 +140,8 @@ def linear(
     n, k = weight.shape if layout == "nk" else weight.shape[::-1]
     if x.shape[-1] != k:
         raise ValueError(f"x has {x.shape[-1]} features, weight[{','.join(layout.upper())}] has K={k}")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"bias has shape {bias.shape}, weight[{','.join(layout.upper())}] has N={n}")
     kind = numerics.scaling(precision)
     check_features(k, n, precision)
     flat = x.reshape(-1, k)
@@ -160,5 +162,5 @@ def linear(
             flat = jnp.pad(flat, ((0, padding), (0, 0)))
         y = _fp8_linear(flat, weight, scales, stats, options)[:rows]
     if bias is not None:
-        y = y + bias
+        y = y + bias.astype(y.dtype)
     return y.reshape(*x.shape[:-1], n)

@@ -308,14 +308,14 @@ def quantize(
     """
     if x.dim() < 1:
         raise ValueError("quantize takes a tensor with at least one dimension, got a scalar")
+    if dtype not in numerics.FORMATS or granularity not in numerics.GRANULARITIES:
+        QuantizeProblem(1, 1, "fp32", dtype, granularity)  # its ValueError names the wrong one
     scale = None
     if amax is not None:
         if granularity != "tensor":
             raise ValueError(f"amax is a per-tensor statistic; granularity is {granularity!r}")
         scale = scale_from_amax(torch.as_tensor(amax, dtype=torch.float32, device=x.device).reshape(1),
                                 numerics.FORMATS[dtype], pow2_scale)
-    if dtype not in numerics.FORMATS or granularity not in numerics.GRANULARITIES:
-        QuantizeProblem(1, 1, "fp32", dtype, granularity)  # its ValueError names the wrong one
     pow2_scale = bool(pow2_scale) and amax is None
     options = options_of(QuantizeOptions, dtype, granularity, pow2_scale, bool(transpose), amax is not None, kernel, fallback)
     made = quantize_2d(x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1]), options, scale)
