@@ -59,6 +59,10 @@ class GgufSource:
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
         return f"blk.{match[1]}.{_LAYER[match[2]]}.weight" if match and match[2] in _LAYER else None
 
+    def left_over(self, wanted) -> list[str]:
+        """Weights that are not wanted."""
+        return sorted(set(self.tensors) - {self._own_name(name) for name in wanted})
+
     def __contains__(self, name: str) -> bool:
         return self._own_name(name) in self.tensors
 
