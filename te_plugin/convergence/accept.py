@@ -115,12 +115,14 @@ def accept(cfg: Config, out_dir: Path | str, run_arm: RunArm | None = None, sabo
     out_dir = Path(out_dir)
     require_comparable(cfg)
     run_arm = run_arm or _run_here
+    for index in range(cfg.accept.seeds):
+        for name, arm in arms_of(cfg, index, saboteur).items():
+            _require_same_arm(out_dir / f"seed{index}" / name, arm)
     seeds: list[dict[str, Arm]] = []
     for index in range(cfg.accept.seeds):
         found = {}
         for name, arm in arms_of(cfg, index, saboteur).items():
             run_dir = out_dir / f"seed{index}" / name
-            _require_same_arm(run_dir, arm)
             if not _finished(run_dir):
                 print(f"acceptance: seed {index}, {name}", flush=True)
                 started = (run_dir / "config.resolved.yaml").exists()  # an arm continues where an earlier attempt stopped

@@ -29,7 +29,10 @@ class GgufSource:
         except ImportError as error:
             raise ConfigError("reading .gguf needs the gguf package: pip install 'te_plugin[import-hf]'") from error
         self.path = path
-        reader = gguf.GGUFReader(str(path))
+        try:
+            reader = gguf.GGUFReader(str(path))
+        except Exception as error:  # it raises whatever the bytes lead to
+            raise ConfigError(f"{path} cannot be read as GGUF: {error}") from error
         self.fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.model = self._model()

@@ -12,7 +12,6 @@ import numpy as np
 
 from te_plugin.config.schema import ConfigError, ModelConfig, RopeScalingConfig
 
-
 _DTYPES = ("F64", "F32", "F16", "BF16")  # of safetensors; codes of 8 bits and fewer mean nothing without their scales
 _COMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # older folders hold what the header says
 

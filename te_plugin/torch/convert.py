@@ -42,7 +42,8 @@ def convert(model: nn.Module, precision: str = "fp8_current", *, skip: tuple[str
 
     skip: glob patterns of module names to leave alone (the output layer by default: its inputs decide the loss directly).
     norms: also replace RMSNorm modules: torch's, and those of other libraries that hold `weight` and an eps, are named *RMSNorm
-    and compute what this one does (they are tried on a few numbers: Gemma's multiplies by 1 + weight). state_options: as in te_plugin.torch.Linear. Raises ValueError when nothing at all could be converted.
+    and compute what this one does (they are tried on a few numbers: Gemma's multiplies by 1 + weight). state_options: as in
+    te_plugin.torch.Linear. Raises ValueError when nothing at all could be converted.
     """
     numerics.scaling(precision)
     skip = (skip,) if isinstance(skip, str) else skip

@@ -127,15 +127,15 @@ class _Run:
         return verdict
 
     def _require_same_rows(self) -> None:
-        """RunDirError when the rows of a step are not those of the run that is resumed: some would be skipped, others repeated."""
+        """RunDirError when the rows of a step are not the resumed run's: some would be skipped, others repeated."""
         if self.resume_from is None:
             return
         info, step, rows = self.resume_from.info, self.resume_from.step, self.cfg.schedule.global_rows
         next_row, order = info.get("next_row", step * rows), info.get("order_hash", self.facts.order_hash)
         if next_row != step * rows:
             raise RunDirError(
-                f"{self.resume_from.path} stands at row {next_row} after {step} steps, and schedule.global_rows={rows} makes them "
-                f"{step * rows}: a resumed run keeps its rows a step; set it back, or start a new run with run.init_from"
+                f"{self.resume_from.path} stands at row {next_row} after {step} steps, and schedule.global_rows={rows} makes "
+                f"them {step * rows}: a resumed run keeps its rows a step; set it back, or start a new run with run.init_from"
             )
         if order != self.facts.order_hash:
             raise RunDirError(
