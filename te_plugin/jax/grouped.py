@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from te_plugin import numerics
-from te_plugin.jax.call import dtype_name, launch, shape_of, target_of_backend
+from te_plugin.jax.call import dtype_name, first_derivative_only, launch, shape_of, target_of_backend
 from te_plugin.jax.linear import LAYOUTS
 from te_plugin.jax.pointwise import check_integers
 from te_plugin.jax.quantize import QuantizedArray, dequantize, quantize
@@ -99,7 +99,12 @@ def _quantize(x, operand: str, o: GroupedOptions, transpose: bool = True) -> Qua
     kind = numerics.scaling(o.precision)
     fmt = kind.gradient_format if operand == "gradient" else kind.forward_format
     return quantize(
-        x, fmt.name, getattr(kind, operand), pow2_scale=o.pow2_scale, transpose=transpose, fallback=o.fallback
+        first_derivative_only(x),
+        fmt.name,
+        getattr(kind, operand),
+        pow2_scale=o.pow2_scale,
+        transpose=transpose,
+        fallback=o.fallback,
     )
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from te_plugin import numerics
-from te_plugin.jax.call import target_of_backend
+from te_plugin.jax.call import first_derivative_only, target_of_backend
 from te_plugin.jax.gemm import Operand, along_columns, along_rows, matmul, needs_transpose
 from te_plugin.jax.quantize import quantize
 from te_plugin.ops.linear_checks import check_features
@@ -73,7 +73,7 @@ def _quantize(x, operand: str, scales, o: LinearOptions):
     granularity = getattr(kind, operand)
     scale = scales[OPERANDS.index(operand)].reshape(1) if kind.delayed else None
     return quantize(
-        x,
+        first_derivative_only(x),
         fmt.name,
         granularity,
         scale=scale,

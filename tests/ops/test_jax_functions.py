@@ -147,3 +147,16 @@ def test_a_softmax_scale_may_be_an_array_and_a_list_is_no_array():
     tj.functional.attention(q, q, q, cu_seqlens_q=cu, softmax_scale=jnp.float32(0.5))
     with pytest.raises(ValueError, match=r"cu_seqlens_q must be int32\[N\+1\]"):
         tj.functional.attention(q, q, q, cu_seqlens_q=[0, 8])
+
+
+@pytest.mark.parametrize("function", ["linear", "grouped_linear"])
+def test_second_derivatives_through_fp8_are_refused_and_not_zero(function):
+    """What is quantised is a constant for JAX: differentiating a gradient would give 0 without a word."""
+    if function == "linear":
+        loss = lambda x: (tj.functional.linear(x, jnp.ones((128, 128)), precision="fp8_current") ** 2).sum()
+    else:
+        loss = lambda x: (tj.functional.grouped_linear(x, jnp.ones((1, 128, 128)), jnp.array([4]), "fp8_current") ** 2).sum()
+    x = jnp.ones((4, 128))
+    assert jax.grad(lambda x: jax.checkpoint(loss)(x))(x).any()
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.grad(lambda x: (jax.grad(loss)(x) ** 2).sum())(x)

@@ -273,3 +273,9 @@ def test_a_folder_of_runs_named_wandb_is_not_the_package(tmp_path, monkeypatch):
     assert resolve_mode("auto") == "jsonl"
     with pytest.raises(TrackingError, match="not installed"):
         resolve_mode("wandb")
+
+
+def test_a_damaged_tracking_file_is_named(tmp_path):
+    (tmp_path / "tracking.json").write_text('{"mode":')
+    with pytest.raises(TrackingError, match="tracking.json cannot be read .*remove it"):
+        Tracker(tmp_path)
