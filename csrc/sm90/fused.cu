@@ -4,13 +4,12 @@
 // scaling; data_t and scale_inv_t are given when the transposed copy is wanted.
 #include "fused.cuh"
 #include "quantize_host.h"
-#include "tensor_map.h"
 
 namespace te {
 
-void norm_quantize(const Context&, const bf16*, int64_t, const bf16*, int64_t, bf16*, const NormTiles&, float*, float, const QuantArgs&, int64_t, int64_t);
-void swiglu_quantize(const Context&, const SwigluSource&, const SwigluTiles&, const QuantArgs&, int64_t, int64_t);
-void dswiglu_quantize(const Context&, const SwigluGradientSource&, const SwigluGradientTiles&, const QuantArgs&, int64_t, int64_t);
+void norm_quantize(const Context&, const bf16*, int64_t, const bf16*, int64_t, bf16*, const void*, bool, float*, float, const QuantArgs&, int64_t, int64_t);
+void swiglu_quantize(const Context&, const SwigluSource&, const QuantArgs&, int64_t, int64_t);
+void dswiglu_quantize(const Context&, const SwigluGradientSource&, const QuantArgs&, int64_t, int64_t);
 
 namespace {
 
@@ -59,10 +58,8 @@ void rms_norm_quantize(TensorView x, Maybe residual, TensorView w, Maybe h, Tens
   const QuantArgs q = check_quantize({data, scale_inv, data_t, scale_inv_t, stats, scale}, R, C, granularity, format, pow2 != 0);
   if (!begin_quantize(l, q, granularity)) return;
   bf16* sum = h.has_value() ? pointer<bf16>(h.value()) : nullptr;
-  const bf16* in = pointer<const bf16>(x);
-  const NormTiles tiles{{tile_map(sum ? sum : in, R, C, sum ? C : stride, 2, "x")}, pointer<const float>(rstd), pointer<const void>(w), is_f32(w)};
-  norm_quantize(l, in, stride, residual.has_value() ? pointer<const bf16>(residual.value()) : nullptr, residual_stride, sum, tiles, pointer<float>(rstd),
-                static_cast<float>(eps), q, granularity, format);
+  norm_quantize(l, pointer<const bf16>(x), stride, residual.has_value() ? pointer<const bf16>(residual.value()) : nullptr, residual_stride, sum,
+                pointer<const void>(w), is_f32(w), pointer<float>(rstd), static_cast<float>(eps), q, granularity, format);
   TE_LAUNCHED("rms_norm_quantize");
 }
 
@@ -76,9 +73,7 @@ void swiglu_quantize_entry(TensorView x, Maybe scale, TensorView data, TensorVie
   check_same_device(data, x, "data");
   const QuantArgs q = check_quantize({data, scale_inv, data_t, scale_inv_t, stats, scale}, R, C, granularity, format, pow2 != 0);
   if (!begin_quantize(l, q, granularity)) return;
-  const bf16* in = pointer<const bf16>(x);
-  swiglu_quantize(l, SwigluSource{in, stride, C}, SwigluTiles{{tile_map(in, R, C, stride, 2, "x"), tile_map(in + C, R, C, stride, 2, "x")}}, q, granularity,
-                  format);
+  swiglu_quantize(l, SwigluSource{pointer<const bf16>(x), stride, C}, q, granularity, format);
   TE_LAUNCHED("swiglu_quantize");
 }
 
@@ -95,9 +90,7 @@ void dswiglu_quantize_entry(TensorView dy, TensorView x, Maybe scale, TensorView
   check_same_device(data, x, "data");
   const QuantArgs q = check_quantize({data, scale_inv, data_t, scale_inv_t, stats, scale}, R, 2 * C, granularity, format, pow2 != 0);
   if (!begin_quantize(l, q, granularity)) return;
-  const bf16 *in = pointer<const bf16>(x), *grad = pointer<const bf16>(dy);
-  const SwigluGradientTiles tiles{{tile_map(grad, R, C, dy_stride, 2, "dy"), tile_map(in, R, C, stride, 2, "x"), tile_map(in + C, R, C, stride, 2, "x")}};
-  dswiglu_quantize(l, SwigluGradientSource{grad, in, dy_stride, stride, C}, tiles, q, granularity, format);
+  dswiglu_quantize(l, SwigluGradientSource{pointer<const bf16>(dy), pointer<const bf16>(x), dy_stride, stride, C}, q, granularity, format);
   TE_LAUNCHED("dswiglu_quantize");
 }
 

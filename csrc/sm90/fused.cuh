@@ -1,5 +1,5 @@
-// Inputs of the fused quantising kernels (a Source for amax passes, Tiles for casts): values of another op, made from its inputs in registers, rounded to BF16 as the op
-// alone would round them (so fused and unfused give the same bytes), never written to memory. BF16 only.
+// Sources of the fused quantising kernels: values of another op, made from its inputs in registers, rounded to BF16 as the op alone would
+// round them (so fused and unfused give the same bytes), never written to memory. BF16 only.
 #pragma once
 #include "quantize.cuh"
 #include "swiglu.cuh"
@@ -37,33 +37,25 @@ __device__ __forceinline__ void normalise(const Vec8<bf16>& in, float rstd, cons
 struct NormSource {
   using type = bf16;
   static constexpr bool kPair = false;
+  static constexpr int kAhead = 4;
+  struct Inputs {
+    Vec8<bf16> x;
+    float rstd;
+  };
   const bf16* x;
   int64_t stride;
   const float* rstd;
   const void* w;
   bool w_fp32;
-  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<bf16>& v) const {
-    if (n <= 0) return v.zero();
-    Vec8<bf16> in;
-    in.load(x + row * stride + col);
-    normalise(in, rstd[row], Weights(w, w_fp32, col, col + n), v);
+  __device__ __forceinline__ Weights prepare(int64_t col, int n) const { return Weights(w, w_fp32, col, col + n); }
+  __device__ __forceinline__ Inputs load(int64_t row, int64_t col, int n) const {
+    Inputs in;
+    in.x.load_n<true>(x + row * stride + col, n);
+    in.rstd = n > 0 ? rstd[row] : 0.f;
+    return in;
   }
-};
-
-struct NormTiles {
-  using type = bf16;
-  static constexpr bool kPair = false, kFused = true;
-  static constexpr int kInputs = 1;
-  CUtensorMap maps[1];
-  const float* rstd;
-  const void* w;
-  bool w_fp32;
-  __device__ __forceinline__ Weights prepare(int64_t col, int64_t width) const { return Weights(w, w_fp32, col, width); }
-  template <int>
-  __device__ __forceinline__ void read(const uint8_t* in, int64_t row, int64_t R, const Weights& weights, Vec8<bf16>& v, Vec8<bf16>&) const {
-    Vec8<bf16> x;
-    x.load_shared(in);
-    normalise(x, row < R ? __ldg(rstd + row) : 0.f, weights, v);
+  __device__ __forceinline__ void make(const Inputs& in, const Weights& weights, Vec8<bf16>& v, Vec8<bf16>&) const {
+    normalise(in.x, in.rstd, weights, v);
   }
 };
 
@@ -71,62 +63,45 @@ struct NormTiles {
 struct SwigluSource {
   using type = bf16;
   static constexpr bool kPair = false;
+  static constexpr int kAhead = 4;
+  struct Inputs {
+    Vec8<bf16> gate, up;
+  };
   const bf16* x;
   int64_t stride, C;
-  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<bf16>& v) const {
-    if (n <= 0) return v.zero();
-    Vec8<bf16> gate, up;
-    gate.load(x + row * stride + col);
-    up.load(x + row * stride + C + col);
-    swiglu(gate, up, v);
+  __device__ __forceinline__ Nothing prepare(int64_t, int) const { return {}; }
+  __device__ __forceinline__ Inputs load(int64_t row, int64_t col, int n) const {
+    Inputs in;
+    const bf16* at = x + row * stride + col;
+    in.gate.load_n<true>(at, n);
+    in.up.load_n<true>(at + C, n);
+    return in;
   }
-};
-
-struct SwigluTiles {  // maps: gate, up
-  using type = bf16;
-  static constexpr bool kPair = false, kFused = true;
-  static constexpr int kInputs = 2;
-  CUtensorMap maps[2];
-  __device__ __forceinline__ Nothing prepare(int64_t, int64_t) const { return {}; }
-  template <int INPUT_BYTES>
-  __device__ __forceinline__ void read(const uint8_t* in, int64_t, int64_t, const Nothing&, Vec8<bf16>& v, Vec8<bf16>&) const {
-    Vec8<bf16> gate, up;
-    gate.load_shared(in);
-    up.load_shared(in + INPUT_BYTES);
-    swiglu(gate, up, v);
-  }
+  __device__ __forceinline__ void make(const Inputs& in, const Nothing&, Vec8<bf16>& v, Vec8<bf16>&) const { swiglu(in.gate, in.up, v); }
 };
 
 // Gradient of SwiGLU: dx[R, 2C] = [d_gate | d_up] from dy[R, C] and x[R, 2C], both halves from one read.
 struct SwigluGradientSource {
   using type = bf16;
   static constexpr bool kPair = true;
+  static constexpr int kAhead = 4;
+  struct Inputs {
+    Vec8<bf16> grad, gate, up;
+  };
   const bf16* dy;
   const bf16* x;
   int64_t dy_stride, stride, C;
-  __device__ __forceinline__ void load(int64_t row, int64_t col, int64_t n, Vec8<bf16>& d_gate, Vec8<bf16>& d_up) const {
-    if (n <= 0) return d_gate.zero(), d_up.zero();
-    Vec8<bf16> grad, gate, up;
-    grad.load(dy + row * dy_stride + col);
-    gate.load(x + row * stride + col);
-    up.load(x + row * stride + C + col);
-    swiglu_gradient(grad, gate, up, d_gate, d_up);
+  __device__ __forceinline__ Nothing prepare(int64_t, int) const { return {}; }
+  __device__ __forceinline__ Inputs load(int64_t row, int64_t col, int n) const {
+    Inputs in;
+    const bf16* at = x + row * stride + col;
+    in.grad.load_n<true>(dy + row * dy_stride + col, n);
+    in.gate.load_n<true>(at, n);
+    in.up.load_n<true>(at + C, n);
+    return in;
   }
-};
-
-struct SwigluGradientTiles {  // maps: dy, gate, up
-  using type = bf16;
-  static constexpr bool kPair = true, kFused = true;
-  static constexpr int kInputs = 3;
-  CUtensorMap maps[3];
-  __device__ __forceinline__ Nothing prepare(int64_t, int64_t) const { return {}; }
-  template <int INPUT_BYTES>
-  __device__ __forceinline__ void read(const uint8_t* in, int64_t, int64_t, const Nothing&, Vec8<bf16>& d_gate, Vec8<bf16>& d_up) const {
-    Vec8<bf16> grad, gate, up;
-    grad.load_shared(in);
-    gate.load_shared(in + INPUT_BYTES);
-    up.load_shared(in + 2 * INPUT_BYTES);
-    swiglu_gradient(grad, gate, up, d_gate, d_up);
+  __device__ __forceinline__ void make(const Inputs& in, const Nothing&, Vec8<bf16>& d_gate, Vec8<bf16>& d_up) const {
+    swiglu_gradient(in.grad, in.gate, in.up, d_gate, d_up);
   }
 };
 

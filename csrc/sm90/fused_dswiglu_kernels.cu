@@ -3,9 +3,8 @@
 
 namespace te {
 
-void dswiglu_quantize(const Context& l, const SwigluGradientSource& source, const SwigluGradientTiles& tiles, const QuantArgs& q, int64_t granularity,
-                      int64_t format) {
-  quantize_all<true>(l, source, ByTiles<SwigluGradientTiles>{tiles}, q, granularity, format, Before::kNothing);
+void dswiglu_quantize(const Context& l, const SwigluGradientSource& source, const QuantArgs& q, int64_t granularity, int64_t format) {
+  quantize_all<true>(l, source, q, granularity, format, Before::kNothing);
 }
 
 }  // namespace te

@@ -77,25 +77,24 @@ __global__ void __launch_bounds__(kRowThreads, row_blocks(VECS))
 }
 
 template <int VECS, bool RESIDUAL, bool AMAX>
-void launch_rows(const Context& l, const RowInputs<bf16>& in, bf16* h, float* rstd, const QuantArgs& q, float eps, const NormTiles& tiles) {
+void launch_rows(const Context& l, const RowInputs<bf16>& in, bf16* h, float* rstd, const QuantArgs& q, float eps, const void* w, bool w_fp32) {
   constexpr int smem = NormRing<VECS, RESIDUAL>::kSmem;
   auto* kernel = rows_kernel<VECS, RESIDUAL, AMAX>;
   static std::atomic<uint64_t> allowed;
   allow_shared_memory(kernel, smem, allowed);
   const unsigned grid = static_cast<unsigned>(std::min<int64_t>(q.R, int64_t{l.sms} * row_blocks(VECS)));
-  launch_overlapping(l, kernel, grid, kRowThreads, smem, in, h, rstd, q.R, static_cast<int>(q.C), eps, tiles.w, tiles.w_fp32, q.stats);
+  launch_overlapping(l, kernel, grid, kRowThreads, smem, in, h, rstd, q.R, static_cast<int>(q.C), eps, w, w_fp32, q.stats);
 }
 
-void norm_quantize(const Context& l, const bf16* x, int64_t stride, const bf16* residual, int64_t residual_stride, bf16* h, const NormTiles& tiles,
-                   float* rstd, float eps, const QuantArgs& q, int64_t granularity, int64_t format) {
+void norm_quantize(const Context& l, const bf16* x, int64_t stride, const bf16* residual, int64_t residual_stride, bf16* h, const void* w,
+                   bool w_fp32, float* rstd, float eps, const QuantArgs& q, int64_t granularity, int64_t format) {
   const bool current = granularity == kTensor && !q.scale;
   with_vectors<bf16>(q.C, true, [&](auto vecs, auto) {
     auto* launch = residual ? (current ? launch_rows<vecs.value, true, true> : launch_rows<vecs.value, true, false>)
                             : (current ? launch_rows<vecs.value, false, true> : launch_rows<vecs.value, false, false>);
-    launch(l, {{x, residual}, {stride, residual_stride}}, h, rstd, q, eps, tiles);
+    launch(l, {{x, residual}, {stride, residual_stride}}, h, rstd, q, eps, w, w_fp32);
   });
-  const NormSource source{residual ? h : x, residual ? q.C : stride, rstd, tiles.w, tiles.w_fp32};
-  quantize_all<true>(l, source, ByTiles<NormTiles>{tiles}, q, granularity, format, residual ? Before::kInputs : Before::kPass, current);
+  quantize_all<true>(l, NormSource{residual ? h : x, residual ? q.C : stride, rstd, w, w_fp32}, q, granularity, format, Before::kInputs, current);
 }
 
 }  // namespace te

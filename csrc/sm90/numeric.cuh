@@ -21,20 +21,26 @@ constexpr float kFloatMax = 3.402823466e+38f;
 template <int FMT>
 inline constexpr float kFormatMax = FMT == kE4M3 ? 448.f : 57344.f;
 
-// Two FP32 values -> two FP8 codes, lo in the low byte: nearest even, saturating (infinities too), NaN -> 0x7f.
-template <int FMT>
-__device__ __forceinline__ uint32_t cast2(float lo, float hi) {
-  uint16_t packed;
-  if constexpr (FMT == kE4M3)
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(hi), "f"(lo));
-  else
-    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(hi), "f"(lo));
-  return packed;
-}
-
+// Four FP32 values -> four FP8 codes, a in the lowest byte: nearest even, saturating (infinities too), NaN -> 0x7f. One piece of PTX, so
+// that the second pair is converted straight into the upper half of the word.
 template <int FMT>
 __device__ __forceinline__ uint32_t cast4(float a, float b, float c, float d) {
-  return cast2<FMT>(a, b) | (cast2<FMT>(c, d) << 16);
+  uint32_t packed;
+  if constexpr (FMT == kE4M3)
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};\n"
+        "}" : "=r"(packed) : "f"(a), "f"(b), "f"(c), "f"(d));
+  else
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e5m2x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e5m2x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};\n"
+        "}" : "=r"(packed) : "f"(a), "f"(b), "f"(c), "f"(d));
+  return packed;
 }
 
 // FP8 code -> FP32. E4M3: both all-ones codes are NaN, no infinity; E5M2 is the upper byte of an FP16.
@@ -104,6 +110,10 @@ struct Elem<bf16> {
   static __device__ __forceinline__ float high(uint32_t w) { return __uint_as_float(w & 0xffff0000u); }
   static __device__ __forceinline__ uint32_t magnitude_to_float_bits(uint32_t m) { return m << 16; }
   static __device__ __forceinline__ bf16 from_float(float x) { return __float2bfloat16_rn(x); }
+  static __device__ __forceinline__ uint32_t pair_from_floats(float low, float high) {  // one instruction; two roundings put together are three
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
   static __device__ __forceinline__ float to_float(bf16 x) { return __bfloat162float(x); }
 };
 
@@ -120,6 +130,10 @@ struct Elem<__half> {
   }
   static __device__ __forceinline__ uint32_t magnitude_to_float_bits(uint32_t m) { return __float_as_uint(low(m)); }
   static __device__ __forceinline__ __half from_float(float x) { return __float2half_rn(x); }
+  static __device__ __forceinline__ uint32_t pair_from_floats(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
   static __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 };
 
@@ -160,9 +174,7 @@ struct Vec8 {
   }
   __device__ __forceinline__ void set2(int j, float a, float b) {  // elements j, j+1 (j even), rounded to T
     if constexpr (Elem<T>::kPer == 2) {
-      const T lo = Elem<T>::from_float(a), hi = Elem<T>::from_float(b);
-      w[j >> 1] = static_cast<uint32_t>(*reinterpret_cast<const uint16_t*>(&lo)) |
-                  (static_cast<uint32_t>(*reinterpret_cast<const uint16_t*>(&hi)) << 16);
+      w[j >> 1] = Elem<T>::pair_from_floats(a, b);
     } else {
       w[j] = __float_as_uint(a);
       w[j + 1] = __float_as_uint(b);

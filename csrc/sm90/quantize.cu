@@ -4,13 +4,12 @@
 // Rules of every number: te_plugin/numerics.py. Shapes: x[R, C] (rows may be apart), data[R, C], data_t[C, R]; scale_inv as in
 // check_quantize; stats[2] = amax (NaN kept), number of non-finite values.
 #include "quantize_host.h"
-#include "tensor_map.h"
 
 namespace te {
 
-void quantize_bf16(const Context&, const void*, int64_t, const CUtensorMap*, const QuantArgs&, int64_t, int64_t);
-void quantize_fp16(const Context&, const void*, int64_t, const CUtensorMap*, const QuantArgs&, int64_t, int64_t);
-void quantize_fp32(const Context&, const void*, int64_t, const CUtensorMap*, const QuantArgs&, int64_t, int64_t);
+void quantize_bf16(const Context&, const void*, int64_t, bool, const QuantArgs&, int64_t, int64_t);
+void quantize_fp16(const Context&, const void*, int64_t, bool, const QuantArgs&, int64_t, int64_t);
+void quantize_fp32(const Context&, const void*, int64_t, bool, const QuantArgs&, int64_t, int64_t);
 
 namespace {
 
@@ -27,12 +26,9 @@ void run(const TensorView& x, const QuantOutputs& o, int64_t granularity, int64_
     q.used = pointer<const int64_t>(*used);
   }
   if (!begin_quantize(l, q, granularity)) return;
-  const int64_t size = x.dtype().bits / 8;
   const void* p = pointer<const void>(x);
-  CUtensorMap map;
-  const bool tma = rows_are_vectors(p, q.C, stride, size);
-  if (tma) map = tile_map(p, q.R, q.C, stride, static_cast<int>(size), "x");
-  (type == Type::bf16 ? quantize_bf16 : type == Type::fp16 ? quantize_fp16 : quantize_fp32)(l, p, stride, tma ? &map : nullptr, q, granularity, format);
+  const bool vectors = rows_are_vectors(p, q.C, stride, x.dtype().bits / 8);
+  (type == Type::bf16 ? quantize_bf16 : type == Type::fp16 ? quantize_fp16 : quantize_fp32)(l, p, stride, vectors, q, granularity, format);
   TE_LAUNCHED("quantize");
 }
 

@@ -4,17 +4,13 @@
 
 namespace te {
 
-// map: null where the copy engine cannot read x.
-void quantize_fp32(const Context& l, const void* x, int64_t stride, const CUtensorMap* map, const QuantArgs& q, int64_t granularity, int64_t format) {
+// vectors: rows of x are vectors (rows_are_vectors).
+void quantize_fp32(const Context& l, const void* x, int64_t stride, bool vectors, const QuantArgs& q, int64_t granularity, int64_t format) {
   using T = float;
-  if (granularity == kRow && !q.data_t && !q.used && q.C <= kMaxRowWidth) return quantize_rows(l, static_cast<const T*>(x), stride, map != nullptr, q, format);
-  if (map) {
-    const PlainTiles<T> tiles{{*map}};
-    quantize_all<false>(l, PlainSource<T, true>{static_cast<const T*>(x), stride}, ByTiles<PlainTiles<T>>{tiles}, q, granularity, format, Before::kNothing);
-  } else {
-    const PlainSource<T, false> source{static_cast<const T*>(x), stride};
-    quantize_all<false>(l, source, Direct<PlainSource<T, false>>{source}, q, granularity, format, Before::kNothing);
-  }
+  const T* p = static_cast<const T*>(x);
+  if (granularity == kRow && !q.data_t && !q.used && q.C <= kMaxRowWidth) quantize_rows(l, p, stride, vectors, q, format);
+  else if (vectors) quantize_all<false>(l, PlainSource<T, true>{p, stride}, q, granularity, format, Before::kNothing);
+  else quantize_all<false>(l, PlainSource<T, false>{p, stride}, q, granularity, format, Before::kNothing);
 }
 
 }  // namespace te

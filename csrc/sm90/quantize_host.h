@@ -67,13 +67,13 @@ inline QuantArgs check_quantize(const QuantOutputs& o, int64_t R, int64_t C, int
   return q;
 }
 
-// Whether every row of x starts on 16 bytes and is whole vectors of eight: what TMA and 16-byte loads need.
+// Whether every row of x starts on 16 bytes and is whole vectors of eight: what 16-byte loads need.
 inline bool rows_are_vectors(const void* x, int64_t C, int64_t stride, int64_t size) {
   return C % 8 == 0 && aligned(x, 16) && stride * size % 16 == 0;
 }
 
 // Zeroes n statistics and two arrays. A kernel and not a memset: the next kernel may start while this one ends (see
-// quantize_tiles_kernel), but not before it starts.
+// quantize_kernel), but not before it starts.
 template <int = 0>
 __global__ void zero_stats_kernel(float* stats, int64_t n, float* a, int64_t na, float* b, int64_t nb) {
   ptx::let_next_kernel_start();

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_kernel(const T* x, 
     if (c >= C) break;
     const uint32_t low = cast4<FMT>(v[k].get(0) * s.scale, v[k].get(1) * s.scale, v[k].get(2) * s.scale, v[k].get(3) * s.scale);
     const uint32_t high = cast4<FMT>(v[k].get(4) * s.scale, v[k].get(5) * s.scale, v[k].get(6) * s.scale, v[k].get(7) * s.scale);
-    store_bytes(q.data + r * q.C + c, low | (static_cast<uint64_t>(high) << 32), C - c, q.vec);
+    store_bytes(q.data + r * q.C + c, make_uint2(low, high), C - c, q.vec);
   }
   if (amax >= kFloatInf) {
     int n = 0;

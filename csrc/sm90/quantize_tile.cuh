@@ -4,8 +4,8 @@
 // a half-warp reads and writes whole 128-column rows, and eight rows of a column sit in one thread, so the transposed copy
 // is packed in registers and needs shared memory once (8-byte writes, 16-byte reads, both without bank conflicts).
 //
-// Where the values come from is the Source of the kernels at the end (a plain tensor, or the output of another op that then
-// never exists in memory): a Source loads from global memory, a Tiles from shared memory that TMA filled; see quantize.cuh, fused.cuh.
+// Where the values come from is the Source of the kernels at the end: a plain tensor, or the output of another op that then never exists
+// in memory; see quantize.cuh, fused.cuh.
 #pragma once
 #include "numeric.cuh"
 #include "ptx.cuh"
@@ -15,8 +15,8 @@ namespace te {
 constexpr int kTile = 128;
 constexpr int kQuantThreads = 256;
 
-// What ran just before a cast in its op. kPass: a kernel that read the same tensor and found what the cast needs: its results are waited
-// for, and the tensor is walked from its end, which is in L2. kInputs: that kernel also wrote the tensor.
+// What ran just before a cast in its op. kPass: a kernel that read the same tensor and found the scale: its result is waited for, and the
+// tensor is walked from its end, which is in L2. kInputs: that kernel also wrote something that the cast reads as input.
 enum class Before { kNothing, kPass, kInputs };
 
 // What the scales are made from. kGiven: one scale for the tensor (from stats[0], or the caller's for delayed scaling);
@@ -43,10 +43,12 @@ struct QuantArgs {
 template <typename T, int MODE, bool TR>
 struct QuantSmem {
   static constexpr bool kColAmax = TR && (MODE == kMode1x128 || MODE == kModeMx);
-  static constexpr int kColScales = !TR ? 1 : MODE == kModeMx ? 4 * kTile : kTile;
-  uint4 tile[TR ? kTile * kTile / 16 : 1];
-  uint32_t col_amax[kColAmax ? 16 * kTile / Elem<T>::kPer : 1];
-  float col_scale[kColScales];
+  static constexpr int kColScales = !TR ? 4 : MODE == kModeMx ? 4 * kTile : kTile;
+  union {
+    uint4 tile[TR ? kTile * kTile / 16 : 1];
+    uint32_t col_amax[kColAmax ? 8 * kTile / Elem<T>::kPer : 1];  // of the columns of each warp; read before the tile is written
+  };
+  alignas(16) float col_scale[kColScales];
   uint32_t warp_amax[8];
 };
 
@@ -62,19 +64,25 @@ __device__ __forceinline__ void transpose4x4(uint32_t a, uint32_t b, uint32_t c,
   o[2] = __byte_perm(t1, t3, 0x5410), o[3] = __byte_perm(t1, t3, 0x7632);
 }
 
-// Value number i % 4. By bits: a chain of comparisons is compiled into an array in local memory.
-__device__ __forceinline__ uint32_t select4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int i) {
-  const uint32_t low = i & 1 ? b : a, high = i & 1 ? d : c;
-  return i & 2 ? high : low;
+// One step of N maxima over lanes: with the lane whose number differs in bit d, each keeps the maxima of its half of the words (the second
+// half where the bit is set), in m[0 .. N/2).
+template <typename T, int N>
+__device__ __forceinline__ void halve_maxima(uint32_t* m, int lane, int d) {
+  const bool second = lane & d;
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    const uint32_t given = second ? m[i] : m[i + N / 2];
+    m[i] = max_word<T>(second ? m[i + N / 2] : m[i], __shfl_xor_sync(0xffffffffu, given, d));
+  }
 }
 
-__device__ __forceinline__ void store_bytes(uint8_t* p, uint64_t bytes, int64_t n, bool vec) {
+__device__ __forceinline__ void store_bytes(uint8_t* p, uint2 bytes, int64_t n, bool vec) {
   if (n >= 8 && vec) {
-    *reinterpret_cast<uint2*>(p) = make_uint2(static_cast<uint32_t>(bytes), static_cast<uint32_t>(bytes >> 32));
+    *reinterpret_cast<uint2*>(p) = bytes;
   } else {
 #pragma unroll
     for (int j = 0; j < 8; ++j)
-      if (j < n) p[j] = static_cast<uint8_t>(bytes >> (8 * j));
+      if (j < n) p[j] = static_cast<uint8_t>((j < 4 ? bytes.x : bytes.y) >> (8 * (j & 3)));
   }
 }
 
@@ -136,16 +144,15 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
   const int cg = lane & 15, rg = warp * 2 + (lane >> 4);
   const int64_t row = row0 + rg * 8, col = col0 + cg * 8;
 
-  // Magnitudes: columns of this thread (8 rows each), and through them the thread's maximum.
-  uint32_t column[kWords];
+  // Magnitudes: columns of this thread (8 rows each), and through them the thread's maximum. Not where an earlier pass has found them.
+  uint32_t column[kWords], warp_amax = 0;
+  if (MODE != kAmaxArrays && (MODE != kGiven || q.write_stats)) {
 #pragma unroll
-  for (int k = 0; k < kWords; ++k) {
-    column[k] = abs_word<T>(v[0].w[k]);
+    for (int k = 0; k < kWords; ++k) {
+      column[k] = abs_word<T>(v[0].w[k]);
 #pragma unroll
-    for (int i = 1; i < 8; ++i) column[k] = max_word<T>(column[k], abs_word<T>(v[i].w[k]));
-  }
-  uint32_t warp_amax = 0;
-  {
+      for (int i = 1; i < 8; ++i) column[k] = max_word<T>(column[k], abs_word<T>(v[i].w[k]));
+    }
     uint32_t m = column[0];
 #pragma unroll
     for (int k = 1; k < kWords; ++k) m = max_word<T>(m, column[k]);
@@ -155,20 +162,25 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
     if constexpr (MODE == kMode128x128) warp_amax = E::magnitude_to_float_bits(__reduce_max_sync(0xffffffffu, m));
   }
 
-  // Row scales: row_scale[i] of row + i.
-  float row_scale[8];
-  if constexpr (MODE == kGiven) {
+  if constexpr (QuantSmem<T, MODE, TR>::kColAmax) {  // two row groups of a warp together
 #pragma unroll
-    for (int i = 0; i < 8; ++i) row_scale[i] = given.scale;
+    for (int k = 0; k < kWords; ++k) column[k] = max_word<T>(column[k], __shfl_xor_sync(0xffffffffu, column[k], 16));
+    if (lane < 16) {
+#pragma unroll
+      for (int k = 0; k < kWords; ++k) sm.col_amax[(warp * kTile + cg * 8) / E::kPer + k] = column[k];
+    }
+  }
+
+  // Row scales. A lane makes one of them (two for MX); row_scale asks for that of row + i.
+  float scale = given.scale, odd_scale = 0.f;
+  if constexpr (MODE == kGiven) {
     if (row0 == 0 && col0 == 0 && tid == 0) {
       static_cast<float*>(q.scale_inv)[0] = given.inv;
       if constexpr (TR) static_cast<float*>(q.scale_inv_t)[0] = given.inv;
     }
   } else if constexpr (MODE == kAmaxArrays) {
     const int64_t r = row + (lane & 7);
-    const float mine = scale_from_amax(r < q.R ? q.row_amax[r] : 0, kLimit, q.pow2).scale;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) row_scale[i] = __shfl_sync(0xffffffffu, mine, (lane & 16) | i);
+    scale = scale_from_amax(r < q.R ? q.row_amax[r] : 0, kLimit, q.pow2).scale;
   } else if constexpr (MODE == kMode128x128) {
     if (lane == 0) sm.warp_amax[warp] = warp_amax;
     __syncthreads();
@@ -176,15 +188,14 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
 #pragma unroll
     for (int k = 0; k < 8; ++k) block = max(block, sm.warp_amax[k]);
     const Scale s = scale_from_amax(block, kLimit, q.pow2);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) row_scale[i] = s.scale;
+    scale = s.scale;
     if (tid == 0) {
       const int64_t rb = row0 / kTile, cb = col0 / kTile;
       static_cast<float*>(q.scale_inv)[rb * ((q.C + kTile - 1) / kTile) + cb] = s.inv;
       if constexpr (TR) static_cast<float*>(q.scale_inv_t)[cb * ((q.R + kTile - 1) / kTile) + rb] = s.inv;
     }
-  } else {  // 1x128 or MX: maxima of rows over 16 or 4 lanes, two rows in a word for 16-bit types
-    constexpr int kWidth = MODE == kModeMx ? 4 : 16;
+  } else {  // 1x128 or MX: maxima of rows over 16 or 4 lanes, two rows in a word for 16-bit types; lane l ends with rows 2 (l % 4) and the next
+    constexpr int kRowWords = 8 / E::kPer;
     uint32_t m[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -194,91 +205,82 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
       m[i] = fold_word<T>(m[i]);
     }
     if constexpr (E::kPer == 2) {
-      uint32_t pair[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        pair[i] = m[2 * i] | (m[2 * i + 1] << 16);
-#pragma unroll
-        for (int d = kWidth / 2; d; d >>= 1) pair[i] = __vmaxu2(pair[i], __shfl_xor_sync(0xffffffffu, pair[i], d));
-        m[2 * i] = pair[i] & 0xffff;
-        m[2 * i + 1] = pair[i] >> 16;
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-#pragma unroll
-        for (int d = kWidth / 2; d; d >>= 1) m[i] = max(m[i], __shfl_xor_sync(0xffffffffu, m[i], d));
+      for (int i = 0; i < 4; ++i) m[i] = m[2 * i] | (m[2 * i + 1] << 16);
     }
-    if constexpr (MODE == kMode1x128) {  // lane k of a half-warp makes the scale of row k
-      const uint32_t own = lane & 4 ? select4(m[4], m[5], m[6], m[7], lane) : select4(m[0], m[1], m[2], m[3], lane);
-      const Scale s = scale_from_amax(E::magnitude_to_float_bits(own), kLimit, q.pow2);
-      const int64_t r = row + (lane & 7);
-      if (cg < 8 && r < q.R) static_cast<float*>(q.scale_inv)[r * ((q.C + kTile - 1) / kTile) + col0 / kTile] = s.inv;
+    halve_maxima<T, kRowWords>(m, lane, 2);
+    halve_maxima<T, kRowWords / 2>(m, lane, 1);
+    if constexpr (MODE == kMode1x128) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) row_scale[i] = __shfl_sync(0xffffffffu, s.scale, (lane & 16) | i);
-    } else {  // lane k of four makes the scales of rows k and k + 4
-      const int k4 = lane & 3;
-      const uint32_t own0 = select4(m[0], m[1], m[2], m[3], lane);
-      const uint32_t own1 = select4(m[4], m[5], m[6], m[7], lane);
-      const Scale s0 = scale_from_amax(E::magnitude_to_float_bits(own0), kLimit, true);
-      const Scale s1 = scale_from_amax(E::magnitude_to_float_bits(own1), kLimit, true);
+      for (int d = 4; d <= 8; d *= 2)
+#pragma unroll
+        for (int i = 0; i < kRowWords / 4; ++i) m[i] = max_word<T>(m[i], __shfl_xor_sync(0xffffffffu, m[i], d));
+    }
+    const uint32_t even = E::kPer == 2 ? m[0] & 0xffff : m[0], odd = E::kPer == 2 ? m[0] >> 16 : m[1];
+    const int64_t r = row + 2 * (lane & 3);
+    if constexpr (MODE == kMode1x128) {  // lanes 0-3 make the scales of the even rows, lanes 4-7 of the odd ones
+      const int next = (lane >> 2) & 1;
+      const Scale s = scale_from_amax(E::magnitude_to_float_bits(next ? odd : even), kLimit, q.pow2);
+      if (cg < 8 && r + next < q.R) static_cast<float*>(q.scale_inv)[(r + next) * ((q.C + kTile - 1) / kTile) + col0 / kTile] = s.inv;
+      scale = s.scale;
+    } else {
+      const Scale s0 = scale_from_amax(E::magnitude_to_float_bits(even), kLimit, true);
+      const Scale s1 = scale_from_amax(E::magnitude_to_float_bits(odd), kLimit, true);
       const int64_t blocks = (q.C + 31) / 32, b = col / 32;
       uint8_t* out = static_cast<uint8_t*>(q.scale_inv);
-      if (b < blocks && row + k4 < q.R) out[(row + k4) * blocks + b] = e8m0_from_scale_inv(s0.inv);
-      if (b < blocks && row + k4 + 4 < q.R) out[(row + k4 + 4) * blocks + b] = e8m0_from_scale_inv(s1.inv);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) row_scale[i] = __shfl_sync(0xffffffffu, i < 4 ? s0.scale : s1.scale, (lane & ~3) | (i & 3));
+      if (b < blocks && r < q.R) out[r * blocks + b] = e8m0_from_scale_inv(s0.inv);
+      if (b < blocks && r + 1 < q.R) out[(r + 1) * blocks + b] = e8m0_from_scale_inv(s1.inv);
+      scale = s0.scale, odd_scale = s1.scale;
     }
   }
+  auto row_scale = [&](int i) {
+    if constexpr (MODE == kAmaxArrays) return __shfl_sync(0xffffffffu, scale, (lane & 16) | i);
+    else if constexpr (MODE == kMode1x128) return __shfl_sync(0xffffffffu, scale, (lane & 16) | (i & 1) << 2 | i >> 1);
+    else if constexpr (MODE == kModeMx) return __shfl_sync(0xffffffffu, i & 1 ? odd_scale : scale, (lane & ~3) | i >> 1);
+    else return scale;
+  };
 
-  // Column scales of the transposed copy, where they are not the row scales.
+  // Column scales of the transposed copy, where they are not the row scales; some warps make them while the others go on.
   if constexpr (TR && MODE == kAmaxArrays) {
     if (tid < kTile) {
       const int64_t c = col0 + tid;
       sm.col_scale[tid] = scale_from_amax(c < q.C ? q.col_amax[c] : 0, kLimit, q.pow2).scale;
     }
-    __syncthreads();
   }
   if constexpr (QuantSmem<T, MODE, TR>::kColAmax) {
-    constexpr int kRowWords = kTile / E::kPer;  // words of the column maxima of one row group
-#pragma unroll
-    for (int k = 0; k < kWords; ++k) sm.col_amax[rg * kRowWords + cg * kWords + k] = column[k];
     __syncthreads();
     constexpr int kParts = MODE == kModeMx ? 4 : 1;  // scale blocks along the 128 rows
-    constexpr int kGroups = 16 / kParts;
-    for (int u = tid; u < kRowWords * kParts; u += kQuantThreads) {
-      const int word = u % kRowWords, part = u / kRowWords;
+    constexpr int kWarps = 8 / kParts;
+    for (int u = tid; u < kTile * kParts; u += kQuantThreads) {
+      const int c = u % kTile, part = u / kTile;
       uint32_t m = 0;
 #pragma unroll
-      for (int g = 0; g < kGroups; ++g) m = max_word<T>(m, sm.col_amax[(part * kGroups + g) * kRowWords + word]);
-#pragma unroll
-      for (int h = 0; h < E::kPer; ++h) {
-        const uint32_t magnitude = E::kPer == 2 ? (m >> (16 * h)) & 0xffff : m;
-        const Scale s = scale_from_amax(E::magnitude_to_float_bits(magnitude), kLimit, MODE == kModeMx || q.pow2);
-        const int c = word * E::kPer + h;
-        sm.col_scale[part * kTile + c] = s.scale;
-        if (col0 + c < q.C) {
-          if constexpr (MODE == kModeMx) {
-            const int64_t blocks = (q.R + 31) / 32, b = row0 / 32 + part;
-            if (b < blocks) static_cast<uint8_t*>(q.scale_inv_t)[(col0 + c) * blocks + b] = e8m0_from_scale_inv(s.inv);
-          } else {
-            static_cast<float*>(q.scale_inv_t)[(col0 + c) * ((q.R + kTile - 1) / kTile) + row0 / kTile] = s.inv;
-          }
+      for (int w = 0; w < kWarps; ++w) m = max_word<T>(m, sm.col_amax[((part * kWarps + w) * kTile + c) / E::kPer]);
+      if constexpr (E::kPer == 2) m = c & 1 ? m >> 16 : m & 0xffff;
+      const Scale s = scale_from_amax(E::magnitude_to_float_bits(m), kLimit, MODE == kModeMx || q.pow2);
+      sm.col_scale[u] = s.scale;
+      if (col0 + c < q.C) {
+        if constexpr (MODE == kModeMx) {
+          const int64_t blocks = (q.R + 31) / 32, b = row0 / 32 + part;
+          if (b < blocks) static_cast<uint8_t*>(q.scale_inv_t)[(col0 + c) * blocks + b] = e8m0_from_scale_inv(s.inv);
+        } else {
+          static_cast<float*>(q.scale_inv_t)[(col0 + c) * ((q.R + kTile - 1) / kTile) + row0 / kTile] = s.inv;
         }
       }
     }
-    __syncthreads();
   }
 
-  // Row-major copy.
-  uint32_t bytes[8][2];
+  // Row-major copy. A whole tile, the same in every thread of the block, is stored without a test for each row.
+  const bool whole = row0 + kTile <= q.R && col0 + kTile <= q.C;
+  uint2 bytes[8];
+  uint8_t* out = q.data + row * q.C + col;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float s = row_scale[i];
-    bytes[i][0] = cast4<FMT>(v[i].get(0) * s, v[i].get(1) * s, v[i].get(2) * s, v[i].get(3) * s);
-    bytes[i][1] = cast4<FMT>(v[i].get(4) * s, v[i].get(5) * s, v[i].get(6) * s, v[i].get(7) * s);
-    if (row + i < q.R)
-      store_bytes(q.data + (row + i) * q.C + col, bytes[i][0] | (static_cast<uint64_t>(bytes[i][1]) << 32), q.C - col, q.vec);
+  for (int i = 0; i < 8; ++i, out += q.C) {
+    const float s = row_scale(i);
+    bytes[i] = make_uint2(cast4<FMT>(v[i].get(0) * s, v[i].get(1) * s, v[i].get(2) * s, v[i].get(3) * s),
+                          cast4<FMT>(v[i].get(4) * s, v[i].get(5) * s, v[i].get(6) * s, v[i].get(7) * s));
+    if (whole && q.vec) *reinterpret_cast<uint2*>(out) = bytes[i];
+    else if (row + i < q.R) store_bytes(out, bytes[i], q.C - col, q.vec);
   }
   if constexpr (!TR) return;
 
@@ -290,35 +292,49 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
     uint32_t upper[4], lower[4];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      transpose4x4(bytes[0][h], bytes[1][h], bytes[2][h], bytes[3][h], upper);
-      transpose4x4(bytes[4][h], bytes[5][h], bytes[6][h], bytes[7][h], lower);
+      auto half = [&](int i) { return h ? bytes[i].y : bytes[i].x; };
+      transpose4x4(half(0), half(1), half(2), half(3), upper);
+      transpose4x4(half(4), half(5), half(6), half(7), lower);
 #pragma unroll
       for (int j = 0; j < 4; ++j) tile[(cg * 8 + h * 4 + j) * 16 + (rg ^ cg)] = make_uint2(upper[j], lower[j]);
     }
   } else {
-    const float* scales = sm.col_scale + (MODE == kModeMx ? (rg / 4) * kTile : 0) + cg * 8;
+    __syncthreads();  // the column scales are there, and the column maxima have been read
+    Vec8<float> scales;
+    scales.load_shared(sm.col_scale + (MODE == kModeMx ? (rg / 4) * kTile : 0) + cg * 8);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float s = scales[j];
+      const float s = scales.get(j);
       tile[(cg * 8 + j) * 16 + (rg ^ cg)] =
           make_uint2(cast4<FMT>(v[0].get(j) * s, v[1].get(j) * s, v[2].get(j) * s, v[3].get(j) * s),
                      cast4<FMT>(v[4].get(j) * s, v[5].get(j) * s, v[6].get(j) * s, v[7].get(j) * s));
     }
   }
   __syncthreads();
+  // Thread t writes rows pair * 16 .. + 15 of columns t / 8 + 32 k.
+  constexpr int kStep = kQuantThreads / 8;
+  const int first = tid >> 3, pair = tid & 7, place = first * 8 + (pair ^ (first >> 4));
+  const bool flip = (first >> 3) & 1;
+  uint8_t* out_t = q.data_t + (col0 + first) * q.R + row0 + pair * 16;
+  auto turned = [&](int k) {
+    const uint4 w = sm.tile[(place ^ (k * kStep / 16)) + k * kStep * 8];
+    return flip ? make_uint4(w.z, w.w, w.x, w.y) : w;
+  };
+  if (whole && q.vec_t) {
 #pragma unroll
-  for (int k = 0; k < kTile * kTile / 16 / kQuantThreads; ++k) {
-    const int u = k * kQuantThreads + tid, c = u >> 3, pair = u & 7, flip = (c >> 3) & 15;
-    uint4 w = sm.tile[c * 8 + (pair ^ (flip >> 1))];
-    if (flip & 1) w = make_uint4(w.z, w.w, w.x, w.y);
-    if (col0 + c < q.C) {
-      uint8_t* out = q.data_t + (col0 + c) * q.R + row0 + pair * 16;
-      const int64_t n = q.R - (row0 + pair * 16);
+    for (int k = 0; k < kTile / kStep; ++k) *reinterpret_cast<uint4*>(out_t + k * kStep * q.R) = turned(k);
+  } else {
+    const int64_t n = q.R - (row0 + pair * 16);
+#pragma unroll
+    for (int k = 0; k < kTile / kStep; ++k) {
+      if (col0 + first + k * kStep >= q.C) continue;
+      const uint4 w = turned(k);
+      uint8_t* p = out_t + k * kStep * q.R;
       if (n >= 16 && q.vec_t) {
-        *reinterpret_cast<uint4*>(out) = w;
+        *reinterpret_cast<uint4*>(p) = w;
       } else {
-        store_bytes(out, w.x | (static_cast<uint64_t>(w.y) << 32), n, false);
-        store_bytes(out + 8, w.z | (static_cast<uint64_t>(w.w) << 32), n - 8, false);
+        store_bytes(p, make_uint2(w.x, w.y), n, false);
+        store_bytes(p + 8, make_uint2(w.z, w.w), n - 8, false);
       }
     }
   }
@@ -326,125 +342,56 @@ __device__ __forceinline__ void quantize_tile(const Vec8<T> (&v)[8], const Quant
 
 // ---- Kernels over a Source -----------------------------------------------------------------------------------------
 
+// A Source has `type`; kPair: two output tiles from the same inputs, of a tensor of two halves [R, 2W], the second one W columns further;
+// `prepare` (what belongs to a thread's columns); `load` (the inputs of eight values; zeros where n <= 0); `make` (the values); and kAhead: as
+// many rows of inputs are asked for before the first is waited for.
 template <class Source>
 __device__ __forceinline__ void load_tile(const Source& source, int64_t row0, int64_t col0, int64_t R, int64_t C,
                                           Vec8<typename Source::type> (&v)[8], Vec8<typename Source::type> (&second)[8]) {
+  constexpr int kAhead = Source::kAhead;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int64_t row = row0 + (warp * 2 + (lane >> 4)) * 8, col = col0 + (lane & 15) * 8;
+  auto eight_at_most = [](int64_t n) { return static_cast<int>(max(int64_t{0}, min(n, int64_t{8}))); };
+  const int rows = eight_at_most(R - row), columns = eight_at_most(C - col);
+  const auto prepared = source.prepare(col, columns);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if constexpr (Source::kPair) {
-      if (row + i < R) source.load(row + i, col, C - col, v[i], second[i]);
-      else v[i].zero(), second[i].zero();
-    } else {
-      if (row + i < R) source.load(row + i, col, C - col, v[i]);
-      else v[i].zero();
-    }
+  for (int first = 0; first < 8; first += kAhead) {
+    typename Source::Inputs in[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) in[i] = source.load(row + first + i, col, first + i < rows ? columns : 0);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) source.make(in[i], prepared, v[first + i], second[first + i]);
   }
 }
 
 template <class Source>
 constexpr int kQuantBlocks = sizeof(typename Source::type) == 4 || Source::kPair ? 2 : 3;
 
-// One tile a block, for tensors that the copy engine cannot read (rows off 16 bytes).
+// A tile a block, with nothing kept from one tile to the next: the blocks of an SM wait for their loads, for each other and for their stores at
+// different times, and memory is never idle. A persistent block that TMA fed two tiles ahead was a fifth slower (docs/kernels-log.md).
 template <class Source, int FMT, int MODE, bool TR>
 __global__ void __launch_bounds__(kQuantThreads, kQuantBlocks<Source>)
-    quantize_kernel(const __grid_constant__ Source source, const __grid_constant__ QuantArgs q) {
+    quantize_kernel(const __grid_constant__ Source source, const __grid_constant__ QuantArgs q, Before before) {
   using T = typename Source::type;
-  static_assert(!Source::kPair);
   __shared__ QuantSmem<T, MODE, TR> sm;
-  const int64_t tiles_c = (q.C + kTile - 1) / kTile;
-  const int64_t row0 = blockIdx.x / tiles_c * kTile, col0 = blockIdx.x % tiles_c * kTile;
-  const Scale given = MODE == kGiven ? given_scale<FMT>(q) : Scale{};
-  Vec8<T> v[8], none[8];
-  load_tile(source, row0, col0, rows_used(q.used, q.R), q.C, v, none);
-  Seen seen;
-  quantize_tile<T, FMT, MODE, TR>(v, q, row0, col0, given, sm, seen);
-  add_seen<T>(q, seen);
-}
-
-// Persistent, fed by TMA: while a tile is cast, the next ones are on their way. A Tiles type has `type`, `kInputs` tensors with a map each,
-// kPair (two output tiles: tensors of two halves [R, 2W] made from the same inputs; the second tile lies W columns further),
-// `prepare(col, width)` for what belongs to a thread's columns, and `read` from a stage.
-template <class Tiles, int MODE, bool TR>
-struct TilesShape {
-  using T = typename Tiles::type;
-  static constexpr int kInputBytes = kTile * kTile * static_cast<int>(sizeof(T));
-  static constexpr int kStageBytes = Tiles::kInputs * kInputBytes;
-  static constexpr int kStages = 2;
-  static constexpr int kBlocks = kStageBytes <= 32768 ? 2 : 1;
-  static constexpr int kSmem = kStages * kStageBytes + kStages * 8 + static_cast<int>(sizeof(QuantSmem<T, MODE, TR>)) + 16;
-};
-
-template <class Tiles, int FMT, int MODE, bool TR>
-__global__ void __launch_bounds__(kQuantThreads, TilesShape<Tiles, MODE, TR>::kBlocks)
-    quantize_tiles_kernel(const __grid_constant__ Tiles source, const __grid_constant__ QuantArgs q, Before before) {
-  using T = typename Tiles::type;
-  using Shape = TilesShape<Tiles, MODE, TR>;
-  constexpr int kStages = Shape::kStages;
-  extern __shared__ __align__(128) uint8_t stages[];
-  auto& sm = *reinterpret_cast<QuantSmem<T, MODE, TR>*>(stages + kStages * Shape::kStageBytes);
-  uint64_t* full = reinterpret_cast<uint64_t*>(stages + kStages * Shape::kStageBytes + (sizeof(sm) + 15) / 16 * 16);
-  const int64_t width = Tiles::kPair ? q.C / 2 : q.C;
-  const int tiles_c = static_cast<int>((width + kTile - 1) / kTile), tiles = static_cast<int>((q.R + kTile - 1) / kTile) * tiles_c;
-  const bool after = before != Before::kNothing;
-  auto place = [&](int i, int& row0, int& col0) {
-    if (after) i = tiles - 1 - i;
-    row0 = i / tiles_c * kTile, col0 = i % tiles_c * kTile;
-  };
-  auto fetch = [&](int i, int stage) {
-    if (i >= tiles) return;
-    int row0, col0;
-    place(i, row0, col0);
-    ptx::barrier_arrive_expect(full + stage, Shape::kStageBytes);
-#pragma unroll
-    for (int k = 0; k < Tiles::kInputs; ++k)
-      ptx::tma_load_2d(stages + stage * Shape::kStageBytes + k * Shape::kInputBytes, source.maps + k, full + stage, col0, row0);
-  };
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) ptx::barrier_init(full + s, 1);
-    ptx::fence_barrier_init();
-  }
-  // The kernel starts while the one before it ends: what that one wrote (statistics, amax, rstd) is waited for where it is needed. The
-  // inputs were complete before (begin_quantize launches a kernel in between), except where the one before made them.
+  const int64_t width = Source::kPair ? q.C / 2 : q.C;
+  const int tiles_c = static_cast<int>((width + kTile - 1) / kTile);
+  const int tile = static_cast<int>(before == Before::kNothing ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+  const int row0 = tile / tiles_c * kTile, col0 = tile % tiles_c * kTile;
+  // The kernel starts while the one before it ends: what that one wrote is waited for where it is needed. Other inputs were complete before
+  // (begin_quantize launches a kernel in between).
   if (before == Before::kInputs) ptx::wait_for_previous_kernel();
-  if (threadIdx.x == 0)
-    for (int s = 0; s < kStages; ++s) fetch(blockIdx.x + s * gridDim.x, s);
+  Vec8<T> v[8], second[8];
+  load_tile(source, row0, col0, rows_used(q.used, q.R), width, v, second);
   if (before == Before::kPass) ptx::wait_for_previous_kernel();
   const Scale given = MODE == kGiven ? given_scale<FMT>(q) : Scale{};
-  __syncthreads();
-
-  const int lane = threadIdx.x & 31, row_local = (threadIdx.x >> 5) * 16 + (lane >> 4) * 8, col_local = (lane & 15) * 8;
-  const int used = static_cast<int>(rows_used(q.used, q.R));
   Seen seen;
-  int stage = 0;
-  uint32_t phase = 0;
-  for (int i = blockIdx.x; i < tiles; i += gridDim.x) {
-    int row0, col0;
-    place(i, row0, col0);
-    const auto columns = source.prepare(col0 + col_local, width);
-    Vec8<T> v[8], second[8];
-    ptx::barrier_wait(full + stage, phase);
-    const uint8_t* in = stages + stage * Shape::kStageBytes + (row_local * kTile + col_local) * sizeof(T);
-#pragma unroll
-    for (int r = 0; r < 8; ++r) source.template read<Shape::kInputBytes>(in + r * kTile * sizeof(T), row0 + row_local + r, q.R, columns, v[r], second[r]);
-    if constexpr (!Tiles::kFused) {
-      if (row0 + kTile > used) {  // the same in every thread of the block
-#pragma unroll
-        for (int r = 0; r < 8; ++r)
-          if (row0 + row_local + r >= used) v[r].zero();
-      }
-    }
-    __syncthreads();  // the stage has been read, and the shared memory of the tile before is free
-    if (threadIdx.x == 0) fetch(i + kStages * gridDim.x, stage);
-    quantize_tile<T, FMT, MODE, TR>(v, q, row0, col0, given, sm, seen);
-    if constexpr (Tiles::kPair) {
-      __syncthreads();
-      quantize_tile<T, FMT, MODE, TR>(second, q, row0, col0 + width, given, sm, seen);
-    }
-    if (++stage == kStages) stage = 0, phase ^= 1;
+  quantize_tile<T, FMT, MODE, TR>(v, q, row0, col0, given, sm, seen);
+  if constexpr (Source::kPair) {
+    __syncthreads();
+    quantize_tile<T, FMT, MODE, TR>(second, q, row0, col0 + width, given, sm, seen);
   }
-  if (!after) ptx::wait_for_previous_kernel();
+  if (before == Before::kNothing) ptx::wait_for_previous_kernel();
   add_seen<T>(q, seen);
 }
 

@@ -9,53 +9,43 @@ namespace te {
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
                                  const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// The driver's function, without linking libcuda.
-inline EncodeTiled encode_tiled() {
-  static const EncodeTiled function = [] {
-    void* p = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &p, 12000, cudaEnableDefault, &result);
-    if (status != cudaSuccess || result != cudaDriverEntryPointSuccess)
-      TVM_FFI_THROW(RuntimeError) << "this CUDA driver has no cuTensorMapEncodeTiled; version 12.0 or later is needed";
-    return reinterpret_cast<EncodeTiled>(p);
-  }();
-  return function;
+// A function of the driver, without linking libcuda. version: of CUDA, as in 12000.
+template <typename Function>
+Function driver_function(const char* name, unsigned version) {
+  void* p = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &p, version, cudaEnableDefault, &result);
+  if (status != cudaSuccess || result != cudaDriverEntryPointSuccess)
+    TVM_FFI_THROW(RuntimeError) << "this CUDA driver has no " << name << "; version 12.0 or later is needed";
+  return reinterpret_cast<Function>(p);
 }
 
-// Rows of `columns` elements of element_bytes (1, 2 or 4), `pitch` bytes apart; boxes of box_rows x box_columns; zeros outside.
+// A thread that has made no call of the runtime yet, such as autograd's, has no context, which the driver's functions need: the first
+// call gives it the device's. Not called otherwise, since a stream that is being captured allows no cudaFree.
+inline void have_context() {
+  static const auto current = driver_function<CUresult (*)(CUcontext*)>("cuCtxGetCurrent", 4000);
+  CUcontext context = nullptr;
+  if (current(&context) != CUDA_SUCCESS || context == nullptr) cudaFree(nullptr);
+}
+
+// GEMM operand: rows of `columns` elements of element_bytes (1 or 2), in boxes of box_rows x 128 bytes with the 128-byte swizzle; zeros outside.
 // matrices: so many of them follow one another, and the map has three dimensions (0: it has two).
-inline CUtensorMap encode_map(const void* p, int64_t rows, int64_t columns, int64_t pitch, int box_rows, int box_columns, int element_bytes,
-                              CUtensorMapSwizzle swizzle, const char* name, int64_t matrices = 0) {
+inline CUtensorMap operand_map(const void* p, int64_t rows, int64_t columns, int box_rows, int element_bytes, const char* name, int64_t matrices = 0) {
+  const int64_t pitch = columns * element_bytes;
   TE_CHECK(aligned(p, 16) && pitch % 16 == 0, name << " must start on 16 bytes and its rows be a multiple of 16 bytes (rows of " << pitch << ")");
-  const auto type = element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT32;
   CUtensorMap map;
   const cuuint64_t dims[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(std::max<int64_t>(matrices, 1))};
   const cuuint64_t strides[2] = {static_cast<cuuint64_t>(pitch), static_cast<cuuint64_t>(rows * pitch)};
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(128 / element_bytes), static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t steps[3] = {1, 1, 1};
-  auto encode = [&] {
-    return encode_tiled()(&map, type, matrices ? 3 : 2, const_cast<void*>(p), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  };
-  CUresult result = encode();
-  if (result == CUDA_ERROR_INVALID_CONTEXT) {
-    // A thread that has made no call of the runtime yet, such as autograd's: the first one gives it the device's context.
-    cudaFree(nullptr);
-    result = encode();
-  }
+  static const auto encode = driver_function<EncodeTiled>("cuTensorMapEncodeTiled", 12000);
+  have_context();
+  const CUresult result = encode(&map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, matrices ? 3 : 2,
+                                 const_cast<void*>(p), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   TE_CHECK(result == CUDA_SUCCESS, name << " cannot be described to the copy engine (driver code " << static_cast<int>(result) << ", " << rows << " rows of "
-                                        << columns << " elements, pitch " << pitch << " bytes)");
+                                        << columns << " elements)");
   return map;
-}
-
-// GEMM operand: boxes of box_rows x 128 bytes with the 128-byte swizzle.
-inline CUtensorMap operand_map(const void* p, int64_t rows, int64_t columns, int box_rows, int element_bytes, const char* name, int64_t matrices = 0) {
-  return encode_map(p, rows, columns, columns * element_bytes, box_rows, 128 / element_bytes, element_bytes, CU_TENSOR_MAP_SWIZZLE_128B, name, matrices);
-}
-
-// Input of a quantising kernel: boxes of 128 x 128 elements as they lie. stride in elements.
-inline CUtensorMap tile_map(const void* p, int64_t rows, int64_t columns, int64_t stride, int element_bytes, const char* name) {
-  return encode_map(p, rows, columns, stride * element_bytes, 128, 128, element_bytes, CU_TENSOR_MAP_SWIZZLE_NONE, name);
 }
 
 }  // namespace te

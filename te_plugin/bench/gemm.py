@@ -1,7 +1,7 @@
 """Dense GEMM on Hopper: our kernels beside cuBLASLt (through torch) at the shapes of llama3.1-8B, 8192 tokens.
 
-All take the same operands, quantised once and not timed. "fast" sums all of K in the tensor cores' 14 bits, which the plan never
-asks for. The error is against float64 products of the values the codes stand for.
+All take the same operands, quantised once and not timed. "fast" sums all of K in the tensor cores' 14 bits, which the plan takes
+under forward_accumulation=fast only. The error is against float64 products of the values the codes stand for.
 """
 
 from __future__ import annotations

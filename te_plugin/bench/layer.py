@@ -7,6 +7,7 @@ goes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich import box
@@ -19,7 +20,10 @@ from te_plugin.bench.layer_models import Inputs, Sizes, attention_kernel, ours, 
 from te_plugin.bench.layer_peers import peers
 
 CASES = {"one segment": (8192,), "packed": (3000, 1500, 2500, 700, 492)}
-PRECISIONS = ("bf16", "fp8_current", "fp8_delayed", "fp8_block")
+# Our candidates and the options of their layers. TransformerEngine's and torchao's defaults take fast accumulation in the forward
+# products: the last of ours is what compares with them.
+CANDIDATES = {f"te_plugin {name}": {"precision": name} for name in ("bf16", "fp8_current", "fp8_delayed", "fp8_block")}
+CANDIDATES["te_plugin fp8_current fast forward"] = {"precision": "fp8_current", "forward_accumulation": "fast"}
 OP = "layer forward+backward"
 TURN_MS = 100.0
 
@@ -52,7 +56,7 @@ def run(options: Options) -> Report:
 
 
 def measure(report: Report, name: str, lengths: tuple[int, ...], sizes: Sizes, seconds: float,
-            precisions: tuple[str, ...] = PRECISIONS, with_peers: bool = True) -> None:
+            candidates: Mapping[str, Mapping[str, str]] = CANDIDATES, with_peers: bool = True) -> None:
     """Add the rows and the breakdown of one packing to a report, on the report's device."""
     device = report.device
     inputs = Inputs.make(sizes, lengths, device)
@@ -61,7 +65,7 @@ def measure(report: Report, name: str, lengths: tuple[int, ...], sizes: Sizes, s
     attend = planned_attention(inputs, attention)
     case = f"{name} {'+'.join(map(str, lengths))} {sizes}, {attention} attention"
     calls, is_ours = {}, set()
-    for kernel, call in ours(inputs, attend, precisions):
+    for kernel, call in ours(inputs, attend, candidates):
         calls[kernel] = call
         is_ours.add(kernel)
     if with_peers:

@@ -6,7 +6,7 @@ attention function (q[T,H,D], k[T,G,D], v[T,G,D]) -> [T,H,D], so that difference
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -90,13 +90,13 @@ def split_heads(qkv: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, ...]:
 
 
 class OurLayer(nn.Module):
-    """te_plugin.torch modules."""
+    """te_plugin.torch modules. options: precision and forward_accumulation of all linear layers."""
 
-    def __init__(self, inputs: Inputs, attend: Attend, precision: str):
+    def __init__(self, inputs: Inputs, attend: Attend, **options: str):
         super().__init__()
         sizes, device = inputs.sizes, inputs.x.device
         self.inputs, self.attend = inputs, attend
-        common = dict(precision=precision, device=device, dtype=torch.bfloat16)
+        common = dict(device=device, dtype=torch.bfloat16, **options)
         self.qkv = tp.LayerNormLinear(sizes.hidden, sizes.qkv, sizes.eps, **common)
         self.proj = tp.Linear(sizes.heads * sizes.dim, sizes.hidden, bias=False, **common)
         self.mlp = tp.LayerNormMLP(sizes.hidden, sizes.ffn, sizes.eps, **common)
@@ -175,7 +175,8 @@ def reference(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return y.detach(), torch.autograd.grad(y, x, inputs.dy.float())[0]
 
 
-def ours(inputs: Inputs, attend: Attend, precisions) -> Iterator[tuple[str, Callable[[], tuple]]]:
-    for precision in precisions:
-        layer = OurLayer(inputs, attend, precision)
-        yield f"te_plugin {precision}", train_call(layer, layer.parameters(), inputs)
+def ours(inputs: Inputs, attend: Attend,
+         candidates: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, Callable[[], tuple]]]:
+    for name, options in candidates.items():
+        layer = OurLayer(inputs, attend, **options)
+        yield name, train_call(layer, layer.parameters(), inputs)

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from te_plugin import numerics
 from te_plugin.config.identity import flatten
 from te_plugin.config.schema import Config
+from te_plugin.ops.gemm.problem import ACCUMULATIONS
 from te_plugin.plan import ARCHITECTURES, FALLBACK_MODES
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "precision.name": numerics.PRECISIONS,
     "precision.weight_cache": ("per_step", "none"),
     "precision.amax_compute": ("max", "most_recent"),
+    "precision.forward_accumulation": ACCUMULATIONS,
     "attention.precision": ("bf16", "fp8"),
     "attention.dq_accumulation": ("fp32", "bf16"),
     "layout.name": ("thd", "bshd"),

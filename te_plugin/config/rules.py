@@ -13,6 +13,7 @@ from te_plugin import numerics
 from te_plugin.config import ranges
 from te_plugin.config.identity import flatten
 from te_plugin.config.schema import Config, ConfigError
+from te_plugin.ops.linear_checks import accumulation_reason
 from te_plugin.plan import PlanError, detect_target
 
 Rule = Callable[[Config], Iterator[str]]
@@ -118,6 +119,22 @@ def _bf16_layers(cfg: Config) -> Iterator[str]:
     if kept > cfg.model.num_layers:
         yield (f"precision.bf16_layers_at_start + bf16_layers_at_end is {kept}, and the model has {cfg.model.num_layers} "
                f"layers; lower them")
+
+
+@rule
+def _forward_accumulation(cfg: Config) -> Iterator[str]:
+    """Only cuBLASLt's dense products can be asked to add up fast. Whether the run's machine has them, the plan says."""
+    asked = cfg.precision.forward_accumulation
+    if asked == "fp32":
+        return
+    if reason := accumulation_reason(asked, cfg.precision.name):
+        yield f"precision.{reason}"
+    elif cfg.adapter.name == "maxtext":
+        yield (f"precision.forward_accumulation={asked} with adapter=maxtext: XLA decides how its own products add up, and the "
+               f"sm90 kernel adds in FP32; leave it out")
+    elif cfg.moe.num_experts:
+        yield (f"precision.forward_accumulation={asked} with moe.num_experts={cfg.moe.num_experts}: experts run as grouped "
+               f"products, which add in FP32; leave it out")
 
 
 # field -> (whether it means anything in this run, what it belongs to). A changed value that means nothing is refused.

@@ -55,6 +55,7 @@ class PrecisionConfig:
     pow2_scale: bool = False
     amax_history_len: int = 1024
     amax_compute: str = "max"  # max | most_recent
+    forward_accumulation: str = "fp32"  # fp32 | fast: y = x W^T is summed in Hopper's 14 bits (docs/numerics.md)
     fuse: bool = True  # quantise the outputs of RMSNorm and SwiGLU where they are made
     bf16_layers_at_start: int = 0
     bf16_layers_at_end: int = 0

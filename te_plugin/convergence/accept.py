@@ -80,7 +80,8 @@ def arms_of(cfg: Config, seed_index: int, saboteur: str | None = None) -> dict[s
         check=replace(cfg.check, mode="off", reason=None),
     )
     plain = replace(base.attention, precision="bf16", dq_accumulation="fp32")
-    reference = replace(base, precision=replace(base.precision, name="bf16"), attention=plain)
+    bf16 = replace(base.precision, name="bf16", forward_accumulation="fp32")
+    reference = replace(base, precision=bf16, attention=plain)
     if not differences(base, reference):
         raise ConfigError(
             "accept compares a candidate with precision=bf16, and this configuration is that; set precision=... "

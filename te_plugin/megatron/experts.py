@@ -51,6 +51,9 @@ class GroupedLinear(PrecisionLayer):
         if precision.precision == "fp8_delayed":
             raise ConfigError("grouped experts with fp8_delayed: amax histories per expert are not kept; use fp8_current, "
                               "fp8_rowwise or fp8_block, or moe.grouped_gemm=false")
+        if precision.forward_accumulation != "fp32":
+            raise ConfigError(f"grouped experts with forward_accumulation={precision.forward_accumulation}: grouped products add "
+                              f"in FP32; leave it out of the payload that matches them, or set moe.grouped_gemm=false")
         self._set_precision(precision)
 
     def forward(self, x: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:

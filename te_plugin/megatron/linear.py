@@ -129,6 +129,9 @@ class ParallelLinear(PrecisionLayer):
             raise ConfigError(f"{where}: precision bf16 with FP32 parameters; set params_dtype=torch.bfloat16, or ask for fp32")
         self._set_precision(precision)
 
+    def call_options(self) -> dict:
+        return {**super().call_options(), "forward_accumulation": self.precision.forward_accumulation}
+
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return functional.linear(x, self.weight, bias, state=self.step_state(), **self.call_options())
 

@@ -22,6 +22,7 @@ from megatron.core.quantization.quant_config import GlobMatcher, QuantizationCon
 
 from te_plugin import numerics
 from te_plugin.config import ConfigError
+from te_plugin.ops.linear_checks import accumulation_reason
 from te_plugin.plan import FALLBACK_MODES
 
 AMAX_COMPUTE = ("max", "most_recent")
@@ -43,6 +44,7 @@ class LinearPrecision:
     pow2_scale: bool = False
     amax_history_len: int = 1024
     amax_compute: str = "max"
+    forward_accumulation: str = "fp32"
     main_grad: bool = False
     kernel: str = "auto"
     fallback: str = "error"
@@ -58,6 +60,8 @@ class LinearPrecision:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be true or false")
         if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
             raise ConfigError(f"amax_history_len={self.amax_history_len!r} must be a positive integer")
+        if reason := accumulation_reason(self.forward_accumulation, self.precision):
+            raise ConfigError(reason)
 
     @property
     def is_fp8(self) -> bool:
@@ -107,8 +111,8 @@ def quant_recipe(cfg, first_layer: int = 0, num_layers: int | None = None) -> Re
     held = total - first_layer if num_layers is None else num_layers
     settings = dict(precision=precision.name, weight_cache=precision.weight_cache, keep_transpose=precision.keep_transpose,
                     pow2_scale=precision.pow2_scale, amax_history_len=precision.amax_history_len,
-                    amax_compute=precision.amax_compute, main_grad=cfg.parallel.grad_accum_fusion,
-                    fallback=cfg.run.fallback)
+                    amax_compute=precision.amax_compute, forward_accumulation=precision.forward_accumulation,
+                    main_grad=cfg.parallel.grad_accum_fusion, fallback=cfg.run.fallback)
     high = "fp32" if precision.name == "fp32" else "bf16"
     plain = [layer for layer in range(first_layer, first_layer + held)
              if layer < precision.bf16_layers_at_start or layer >= total - precision.bf16_layers_at_end]
@@ -116,7 +120,7 @@ def quant_recipe(cfg, first_layer: int = 0, num_layers: int | None = None) -> Re
     return RecipeConfig(
         matchers=[*matchers, GlobMatcher("*", "default")],
         config_dict={"default": {PAYLOAD_KEY: settings},
-                     "high_precision": {PAYLOAD_KEY: {**settings, "precision": high}}})
+                     "high_precision": {PAYLOAD_KEY: {**settings, "precision": high, "forward_accumulation": "fp32"}}})
 
 
 def refuse_unsupported(config) -> None:

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from te_plugin import numerics
-from te_plugin.ops.linear_checks import check_features
+from te_plugin.ops.linear_checks import check_accumulation, check_features
 from te_plugin.torch.functional import rms_norm
-from te_plugin.torch.modules import Linear, RMSNorm, has_hooks
+from te_plugin.torch.modules import Linear, RMSNorm, has_hooks, make_state
 
 OUTPUT_LAYERS = ("lm_head", "*.lm_head", "output_layer", "*.output_layer")
 
@@ -37,15 +36,17 @@ class ConvertReport:
 
 
 def convert(model: nn.Module, precision: str = "fp8_current", *, skip: tuple[str, ...] = OUTPUT_LAYERS, norms: bool = True,
-            kernel: str = "auto", fallback: str = "error", **state_options) -> ConvertReport:
+            forward_accumulation: str = "fp32", kernel: str = "auto", fallback: str = "error",
+            **state_options) -> ConvertReport:
     """Replace nn.Linear and RMSNorm modules of `model` in place; parameters are taken over, not copied.
 
     skip: glob patterns of module names to leave alone (the output layer by default: its inputs decide the loss directly).
     norms: also replace RMSNorm modules: torch's, and those of other libraries that hold `weight` and an eps, are named *RMSNorm
-    and compute what this one does (they are tried on a few numbers: Gemma's multiplies by 1 + weight). state_options: as in
-    te_plugin.torch.Linear. Raises ValueError when nothing at all could be converted.
+    and compute what this one does (they are tried on a few numbers: Gemma's multiplies by 1 + weight). forward_accumulation,
+    state_options: as in te_plugin.torch.Linear. Raises ValueError when nothing at all could be converted.
     """
-    numerics.scaling(precision)
+    make_state(precision, state_options)  # refuses wrong options also where no Linear is found to take them
+    check_accumulation(forward_accumulation, precision)
     skip = (skip,) if isinstance(skip, str) else skip
     report = ConvertReport(precision)
     shared = _shared_parameters(model)
@@ -57,7 +58,8 @@ def convert(model: nn.Module, precision: str = "fp8_current", *, skip: tuple[str
             full = f"{name}.{child_name}" if name else child_name
             made, reason = replaced.get(child), ""
             if made is None:
-                made, reason = _replacement(full, child, precision, skip, norms, shared, kernel, fallback, state_options)
+                made, reason = _replacement(full, child, precision, skip, norms, shared, forward_accumulation, kernel, fallback,
+                                            state_options)
             if made is not None:
                 replaced[child] = made.train(child.training)
                 setattr(module, child_name, made)
@@ -79,7 +81,7 @@ def _shared_parameters(model: nn.Module) -> set[int]:
     return {key for key, count in counts.items() if count > 1}
 
 
-def _replacement(name, child, precision, skip, norms, shared, kernel, fallback, state_options):
+def _replacement(name, child, precision, skip, norms, shared, forward_accumulation, kernel, fallback, state_options):
     """(new module or None, reason for leaving a candidate alone or "")."""
     is_norm = norms and _is_rms_norm(child)
     if not (isinstance(child, nn.Linear) or is_norm) or isinstance(child, (Linear, RMSNorm)):
@@ -103,10 +105,10 @@ def _replacement(name, child, precision, skip, norms, shared, kernel, fallback, 
     except ValueError as error:
         return None, str(error)
     made = Linear(child.in_features, child.out_features, child.bias is not None, precision=precision, device="meta",
-                  kernel=kernel, fallback=fallback, **state_options)
+                  forward_accumulation=forward_accumulation, kernel=kernel, fallback=fallback, **state_options)
     if made.state is not None:
         # Built on "meta" to allocate no weight; the few numbers of the FP8 state live where the weight lives.
-        made.state = type(made.state)(precision, device=child.weight.device, **state_options)
+        made.state = make_state(precision, state_options, child.weight.device)
     made.weight, made.bias = child.weight, child.bias
     return made, ""
 

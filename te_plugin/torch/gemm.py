@@ -19,7 +19,10 @@ from te_plugin.torch.quantize import QuantizedTensor, dequantize
 
 @dataclass(frozen=True)
 class GemmOptions(Options):
-    """The non-tensor arguments of a GEMM: format and granularity of each operand ("none": unscaled), choice of kernel."""
+    """The non-tensor arguments of a GEMM: format and granularity of each operand ("none": unscaled), choice of kernel.
+
+    accumulation: see GemmProblem.
+    """
 
     format_a: str = "none"
     granularity_a: str = "none"
@@ -27,6 +30,7 @@ class GemmOptions(Options):
     granularity_b: str = "none"
     kernel: str = "auto"
     fallback: str = "error"
+    accumulation: str = "fp32"
 
 
 class Operand(NamedTuple):
@@ -53,7 +57,7 @@ def _plan(m, n, k, plain_dtype, out_dtype, accumulate, device, key) -> Plan:
         problem = GemmProblem(m, n, k, plain_dtype, plain_dtype, None, None, DTYPE_NAME[out_dtype], accumulate)
     else:
         problem = GemmProblem(m, n, k, o.format_a, o.format_b, o.granularity_a, o.granularity_b, DTYPE_NAME[out_dtype],
-                              accumulate)
+                              accumulate, o.accumulation)
     return plan(problem, target_of(device), o.kernel, o.fallback)
 
 
@@ -110,7 +114,7 @@ def _cublaslt_scaled(o: GemmOptions, a, scale_a, b, scale_b, out_dtype, out):
     elif blocks:
         scale_a = scale_a.t().contiguous().t()
         scale_b = scale_b.t() if o.granularity_b == "block_128x128" else scale_b.t().contiguous()
-    product = torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=out_dtype)  # fast accumulation keeps 14 bits over all of K
+    product = torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=o.accumulation == "fast")
     return product if out is None else out.add_(product)
 
 
@@ -120,20 +124,20 @@ PLAIN = {"composite": lambda a, b: torch.mm(a, b.t()), "cublaslt": lambda a, b: 
 
 
 @functools.lru_cache(maxsize=1024)
-def _key(format_a, granularity_a, format_b, granularity_b, kernel, fallback) -> str:
-    return GemmOptions(format_a, granularity_a, format_b, granularity_b, kernel, fallback).key()
+def _key(format_a, granularity_a, format_b, granularity_b, kernel, fallback, accumulation="fp32") -> str:
+    return GemmOptions(format_a, granularity_a, format_b, granularity_b, kernel, fallback, accumulation).key()
 
 
 def scaled_gemm(a: Operand, b: Operand, out_dtype: torch.dtype, out: torch.Tensor | None = None, kernel: str = "auto",
-                fallback: str = "error") -> torch.Tensor:
-    """a b^T with FP32 accumulation. With `out` (FP32 [M,N]) the product is added to it in place and `out` is returned."""
+                fallback: str = "error", accumulation: str = "fp32") -> torch.Tensor:
+    """a b^T. With `out` (FP32 [M,N]) the product is added to it in place and `out` is returned. accumulation: see GemmProblem."""
     if not is_direct(a.data):
-        key = GemmOptions(a.format, a.granularity, b.format, b.granularity, kernel, fallback).key()
+        key = GemmOptions(a.format, a.granularity, b.format, b.granularity, kernel, fallback, accumulation).key()
         if out is None:
             return torch.ops.te_plugin.scaled_gemm(a.data, a.scale_inv, b.data, b.scale_inv, key, out_dtype)
         torch.ops.te_plugin.scaled_gemm_accumulate(a.data, a.scale_inv, b.data, b.scale_inv, out, key)
         return out
-    key = _key(a.format, a.granularity, b.format, b.granularity, kernel, fallback)
+    key = _key(a.format, a.granularity, b.format, b.granularity, kernel, fallback, accumulation)
     if out is None:
         return _scaled(a.data, a.scale_inv, b.data, b.scale_inv, key, out_dtype)
     _scaled_accumulate(a.data, a.scale_inv, b.data, b.scale_inv, out, key)

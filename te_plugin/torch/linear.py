@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from te_plugin import numerics
-from te_plugin.ops.linear_checks import check_features
+from te_plugin.ops.linear_checks import check_accumulation, check_features
 from te_plugin.torch.call import apply, autocast, first_derivative_only
 from te_plugin.torch.gemm import Operand, plain_gemm, scaled_gemm
 from te_plugin.torch.options import options as options_of
@@ -25,6 +25,7 @@ class LinearOptions:
 
     keep_transpose: keep W^T in FP8 from forward to backward, or quantise W again in backward.
     accumulate_main_grad: add dW to weight.main_grad (FP32) and return no gradient for the weight.
+    forward_accumulation: how y = x W^T adds up in FP8; the gradients' products always add in FP32.
     """
 
     precision: str = "bf16"
@@ -33,13 +34,14 @@ class LinearOptions:
     accumulate_main_grad: bool = False
     kernel: str = "auto"
     fallback: str = "error"
+    forward_accumulation: str = "fp32"
 
 
 def linear_options(precision: str, pow2_scale: bool, keep_transpose: bool, accumulate_main_grad: bool, kernel: str,
-                   fallback: str) -> LinearOptions:
+                   fallback: str, forward_accumulation: str) -> LinearOptions:
     """The same object for the same arguments."""
     return options_of(LinearOptions, precision, bool(pow2_scale), bool(keep_transpose), bool(accumulate_main_grad), kernel,
-                      fallback)
+                      fallback, forward_accumulation)
 
 
 class _PlainLinear(torch.autograd.Function):
@@ -85,7 +87,7 @@ class _Fp8Linear(torch.autograd.Function):
         record = need_dx or need_dw
         xq = cast(x, "activation", need_dw, record, state, o)
         wq = cast_weight(weight, keep, record, state, o)
-        y = scaled_gemm(Operand.rowwise(xq), Operand.rowwise(wq), x.dtype, None, o.kernel, o.fallback)
+        y = fp8_forward(xq, wq, x.dtype, o)
         ctx.save_for_backward(*saved_operands(xq, wq, keep, weight))
         ctx.state, ctx.o = state, o
         return y
@@ -119,6 +121,11 @@ def cast_weight(weight: torch.Tensor, transpose: bool, record: bool, state: Line
 def saved_operands(xq: QuantizedTensor, wq: QuantizedTensor, keep: bool, weight: torch.Tensor) -> tuple:
     """What the gradients of a product need: x^T and its scales, W^T and its scales (keep; else None), W."""
     return xq.data_t, xq.scale_inv_t, wq.data_t if keep else None, wq.scale_inv_t if keep else None, weight
+
+
+def fp8_forward(xq: QuantizedTensor, wq: QuantizedTensor, dtype: torch.dtype, o: LinearOptions) -> torch.Tensor:
+    """y = x W^T in `dtype` from the quantised operands."""
+    return scaled_gemm(Operand.rowwise(xq), Operand.rowwise(wq), dtype, None, o.kernel, o.fallback, o.forward_accumulation)
 
 
 def fp8_gradients(dyq: QuantizedTensor, dtype: torch.dtype, saved, state: LinearState | None, o: LinearOptions, need_dx: bool,
@@ -166,6 +173,7 @@ def linear(
     pow2_scale: bool = False,
     keep_transpose: bool = True,
     accumulate_main_grad: bool = False,
+    forward_accumulation: str = "fp32",
     kernel: str = "auto",
     fallback: str = "error",
 ) -> torch.Tensor:
@@ -176,11 +184,14 @@ def linear(
     state: the layer's LinearState (weight cache, histories). row_mask: bool[...] of the leading shape; rows that are False
     count as zero everywhere: their output is 0, and neither x nor dy there enters an amax or a gradient, whatever they hold.
     accumulate_main_grad: dW is added to weight.main_grad[N,K] (FP32) once a call, and weight gets no .grad.
+    forward_accumulation: fp32, or fast: on Hopper y is summed in the tensor cores' own 14 bits, which takes less time
+    (docs/numerics.md); for fp8_current, fp8_delayed and fp8_rowwise. dx and dW add in FP32 either way.
     Raises ValueError for sizes that do not fit, naming the size at fault.
     """
     check_shapes(x, weight, bias)
     x, = autocast(x)
-    options = linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback)
+    options = linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback,
+                             forward_accumulation)
     check_call(weight, state, options)
     flat = masked_rows(x, row_mask)
     if numerics.scaling(precision) is None:
@@ -206,6 +217,7 @@ def check_shapes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 def check_call(weight: torch.Tensor, state: LinearState | None, o: LinearOptions) -> None:
     """ValueError for what a linear call cannot do; tells the state that a forward begins."""
     check_features(weight.shape[1], weight.shape[0], o.precision)
+    check_accumulation(o.forward_accumulation, o.precision)
     if o.accumulate_main_grad:
         check_main_grad(weight)
     kind = numerics.scaling(o.precision)

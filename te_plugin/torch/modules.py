@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from te_plugin import numerics
-from te_plugin.ops.linear_checks import check_features
+from te_plugin.ops.linear_checks import check_accumulation, check_features
 from te_plugin.torch import functional as F
 from te_plugin.torch.grouped import refuse_delayed
 from te_plugin.torch.state import LinearState
 
 
-def _make_state(precision: str, options: dict, device=None) -> LinearState | None:
+def make_state(precision: str, options: dict, device=None) -> LinearState | None:
+    """The FP8 state of a layer with these state_options (see LinearState); ValueError for options that would do nothing."""
     if numerics.scaling(precision) is None:
         if options:
             raise ValueError(f"{', '.join(options)}: precision {precision} has no FP8 state, so these options do nothing")
@@ -29,26 +30,30 @@ def _call_options(layer: nn.Module) -> dict:
     state = layer.state
     return dict(pow2_scale=state.pow2_scale if state is not None else False,
                 keep_transpose=state.keep_transpose if state is not None else True,
-                accumulate_main_grad=layer.accumulate_main_grad, kernel=layer.kernel, fallback=layer.fallback)
+                accumulate_main_grad=layer.accumulate_main_grad, forward_accumulation=layer.forward_accumulation,
+                kernel=layer.kernel, fallback=layer.fallback)
 
 
 class Linear(nn.Module):
     """y[...,out] = x[...,in] W^T + b in a given precision, with a weight cache and (fp8_delayed) amax histories.
 
     accumulate_main_grad: dW is added to weight.main_grad (FP32, set by the caller) in place of weight.grad.
+    forward_accumulation: fp32 or fast (functional.linear).
     state_options: weight_cache, keep_transpose, pow2_scale, history_len, amax_compute (see LinearState).
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, precision: str = "bf16", device=None,
-                 dtype=None, accumulate_main_grad: bool = False, kernel: str = "auto", fallback: str = "error",
-                 **state_options):
+                 dtype=None, accumulate_main_grad: bool = False, forward_accumulation: str = "fp32", kernel: str = "auto",
+                 fallback: str = "error", **state_options):
         super().__init__()
         check_features(in_features, out_features, precision)
+        check_accumulation(forward_accumulation, precision)
         self.in_features, self.out_features, self.precision = in_features, out_features, precision
         self.accumulate_main_grad, self.kernel, self.fallback = accumulate_main_grad, kernel, fallback
+        self.forward_accumulation = forward_accumulation
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
-        self.state = _make_state(precision, state_options, device)
+        self.state = make_state(precision, state_options, device)
         if self.weight.device.type != "meta":
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
@@ -73,7 +78,7 @@ class GroupedLinear(nn.Module):
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.precision, self.kernel, self.fallback = precision, kernel, fallback
         self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype))
-        self.state = _make_state(precision, state_options)
+        self.state = make_state(precision, state_options)
         if self.weight.device.type != "meta":
             for expert in self.weight:
                 nn.init.kaiming_uniform_(expert, a=math.sqrt(5))
@@ -116,16 +121,17 @@ class LayerNormLinear(nn.Module):
     """
 
     def __init__(self, in_features: int, out_features: int, eps: float = 1e-5, bias: bool = False, *, precision: str = "bf16",
-                 device=None, dtype=None, accumulate_main_grad: bool = False, kernel: str = "auto", fallback: str = "error",
-                 **state_options):
+                 device=None, dtype=None, accumulate_main_grad: bool = False, forward_accumulation: str = "fp32",
+                 kernel: str = "auto", fallback: str = "error", **state_options):
         super().__init__()
         check_features(in_features, out_features, precision)
+        check_accumulation(forward_accumulation, precision)
         self.eps, self.precision, self.kernel, self.fallback = eps, precision, kernel, fallback
-        self.accumulate_main_grad = accumulate_main_grad
+        self.accumulate_main_grad, self.forward_accumulation = accumulate_main_grad, forward_accumulation
         self.layer_norm_weight = nn.Parameter(torch.ones(in_features, device=device, dtype=dtype))
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
-        self.state = _make_state(precision, state_options, device)
+        self.state = make_state(precision, state_options, device)
         if self.weight.device.type != "meta":
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
@@ -150,11 +156,11 @@ class LayerNormMLP(nn.Module):
     """
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, *, precision: str = "bf16", device=None,
-                 dtype=None, accumulate_main_grad: bool = False, kernel: str = "auto", fallback: str = "error",
-                 **state_options):
+                 dtype=None, accumulate_main_grad: bool = False, forward_accumulation: str = "fp32", kernel: str = "auto",
+                 fallback: str = "error", **state_options):
         super().__init__()
-        common = dict(precision=precision, device=device, dtype=dtype, accumulate_main_grad=accumulate_main_grad, kernel=kernel,
-                      fallback=fallback, **state_options)
+        common = dict(precision=precision, device=device, dtype=dtype, accumulate_main_grad=accumulate_main_grad,
+                      forward_accumulation=forward_accumulation, kernel=kernel, fallback=fallback, **state_options)
         self.fallback = fallback
         self.fc1 = LayerNormLinear(hidden_size, 2 * ffn_hidden_size, eps, **common)
         self.fc2 = Linear(ffn_hidden_size, hidden_size, bias=False, **common)

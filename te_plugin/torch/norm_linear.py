@@ -15,7 +15,6 @@ import torch
 from te_plugin import numerics
 from te_plugin.torch.call import apply, autocast, first_derivative_only
 from te_plugin.torch.fused_quantize import FusedOptions, dswiglu_quantize, fused_options, norm_quantize, swiglu_quantize
-from te_plugin.torch.gemm import Operand, scaled_gemm
 from te_plugin.torch.linear import (
     LinearOptions,
     cast,
@@ -23,6 +22,7 @@ from te_plugin.torch.linear import (
     check_call,
     check_shapes,
     cut_rows,
+    fp8_forward,
     fp8_gradients,
     linear,
     linear_options,
@@ -140,7 +140,7 @@ class _Fp8NormLinear(torch.autograd.Function):
         keep, record = o.linear.keep_transpose and need_dx, need_dx or need_dw
         xq, rstd, h = _norm_cast(x, residual, norm_weight, need_dw, record, state, o)
         wq = cast_weight(weight, keep, record, state, o.linear)
-        y = scaled_gemm(Operand.rowwise(xq), Operand.rowwise(wq), x.dtype, None, o.linear.kernel, o.linear.fallback)
+        y = fp8_forward(xq, wq, x.dtype, o.linear)
         ctx.save_for_backward(h, norm_weight, rstd, *saved_operands(xq, wq, keep, weight))
         ctx.state, ctx.o, ctx.rows, ctx.has_residual = state, o, x.shape[0], residual is not None
         return _results(ctx, y, h, residual, o)
@@ -170,17 +170,16 @@ class _Fp8MLP(torch.autograd.Function):
         need_da = record1 = need_dx or need[3]
         record2 = need_da or need[4]
         keep1, keep2 = o.linear.keep_transpose and need_dx, o.linear.keep_transpose and need_da
-        kernel, fallback = o.linear.kernel, o.linear.fallback
         if norm_weight is None:
             xq = cast(padded_rows(x, o.linear.precision), "activation", need[3], record1, state1, o.linear)
             rstd = h = None
         else:
             xq, rstd, h = _norm_cast(x, residual, norm_weight, need[3], record1, state1, o)
         w1q = cast_weight(w1, keep1, record1, state1, o.linear)
-        pair = scaled_gemm(Operand.rowwise(xq), Operand.rowwise(w1q), x.dtype, None, kernel, fallback)
+        pair = fp8_forward(xq, w1q, x.dtype, o.linear)
         aq = _swiglu_cast(pair, need[4], record2, state2, o)
         w2q = cast_weight(w2, keep2, record2, state2, o.linear)
-        y = scaled_gemm(Operand.rowwise(aq), Operand.rowwise(w2q), x.dtype, None, kernel, fallback)
+        y = fp8_forward(aq, w2q, x.dtype, o.linear)
         ctx.save_for_backward(h, norm_weight, rstd, pair, *saved_operands(xq, w1q, keep1, w1),
                               *saved_operands(aq, w2q, keep2, w2))
         ctx.states, ctx.o, ctx.rows, ctx.has_residual = (state1, state2), o, x.shape[0], residual is not None
@@ -245,13 +244,6 @@ def _normed(x, residual, norm_weight, o: NormLinearOptions) -> tuple[torch.Tenso
     return y if o.reduce_gradient is None else _ReduceGradient.apply(y, o.reduce_gradient), h
 
 
-def _inputs(x, residual, row_mask) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x and the residual as rows. Rows of zeros stay zeros under RMSNorm: masking before it is masking after it, and NaN there
-    is never read.
-    """
-    return masked_rows(x, row_mask).contiguous(), None if residual is None else masked_rows(residual, row_mask).contiguous()
-
-
 def _mask_inputs(x, residual, row_mask, o: NormLinearOptions) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x and the residual with zeros in masked rows, where they are seen in h."""
     if row_mask is None or not o.return_input:
@@ -261,8 +253,22 @@ def _mask_inputs(x, residual, row_mask, o: NormLinearOptions) -> tuple[torch.Ten
 
 def _linear(x, weight, bias, state, row_mask, o: LinearOptions) -> torch.Tensor:
     return linear(x, weight, bias, o.precision, state=state, row_mask=row_mask, pow2_scale=o.pow2_scale,
-                  keep_transpose=o.keep_transpose, accumulate_main_grad=o.accumulate_main_grad, kernel=o.kernel,
-                  fallback=o.fallback)
+                  keep_transpose=o.keep_transpose, accumulate_main_grad=o.accumulate_main_grad,
+                  forward_accumulation=o.forward_accumulation, kernel=o.kernel, fallback=o.fallback)
+
+
+def _fp8(function, x, residual, norm_weight, weights, states, bias, row_mask, o: NormLinearOptions):
+    """y, and h with o.return_input, in x's leading shape. A bias belongs to the last of the weights."""
+    for weight, state in zip(weights, states, strict=True):
+        check_call(weight, state, o.linear)
+    # Rows of zeros stay zeros under RMSNorm: masking before it is masking after it, and NaN there is never read.
+    rows, residual_rows = (None if t is None else masked_rows(t, row_mask).contiguous() for t in (x, residual))
+    made = apply(function, (rows, residual_rows, norm_weight, *weights), *states, o)
+    y, h = made if o.return_input else (made, None)
+    y = cut_rows(y, rows)
+    y = masked_rows(y if bias is None else y + bias.to(y.dtype), row_mask)  # so that no gradient comes back to the masked rows
+    y = y.view(*x.shape[:-1], y.shape[1])
+    return (y, cut_rows(h, rows).view(x.shape)) if o.return_input else y
 
 
 def layer_norm_linear(
@@ -280,6 +286,7 @@ def layer_norm_linear(
     pow2_scale: bool = False,
     keep_transpose: bool = True,
     accumulate_main_grad: bool = False,
+    forward_accumulation: str = "fp32",
     reduce_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None,
     kernel: str = "auto",
     fallback: str = "error",
@@ -294,20 +301,14 @@ def layer_norm_linear(
     x, residual, norm_weight = autocast(x, residual, norm_weight)
     _check(x, residual, norm_weight, weight, bias, return_input)
     options = _options(residual, eps, return_input, reduce_gradient,
-                       linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback))
+                       linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback,
+                                      forward_accumulation))
     if numerics.scaling(precision) is None:
         x, residual = _mask_inputs(x, residual, row_mask, options)
         y, h = _normed(x, residual, norm_weight, options)
         y = _linear(y, weight, bias, state, row_mask, options.linear)
         return (y, h) if options.return_input else y
-    check_call(weight, state, options.linear)
-    rows, residual_rows = _inputs(x, residual, row_mask)
-    y = apply(_Fp8NormLinear, (rows, residual_rows, norm_weight, weight), state, options)
-    y, h = y if options.return_input else (y, None)
-    y = cut_rows(y, rows)
-    y = masked_rows(y if bias is None else y + bias.to(y.dtype), row_mask)  # so that no gradient comes back to the masked rows
-    y = y.view(*x.shape[:-1], weight.shape[0])
-    return (y, cut_rows(h, rows).view(x.shape)) if options.return_input else y
+    return _fp8(_Fp8NormLinear, x, residual, norm_weight, (weight,), (state,), bias, row_mask, options)
 
 
 def gated_mlp(
@@ -325,6 +326,7 @@ def gated_mlp(
     pow2_scale: bool = False,
     keep_transpose: bool = True,
     accumulate_main_grad: bool = False,
+    forward_accumulation: str = "fp32",
     reduce_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None,
     kernel: str = "auto",
     fallback: str = "error",
@@ -340,17 +342,12 @@ def gated_mlp(
     if fc1_weight.shape[0] != 2 * fc2_weight.shape[1]:
         raise ValueError(f"fc1_weight[2F,K] has {fc1_weight.shape[0]} rows, fc2_weight[K,F] has F={fc2_weight.shape[1]}")
     options = _options(residual, eps, return_input, reduce_gradient,
-                       linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback))
+                       linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback,
+                                      forward_accumulation))
     if numerics.scaling(precision) is None:
         x, residual = _mask_inputs(x, residual, row_mask, options)
         normed, h = _normed(x, residual, norm_weight, options)
         pair = _linear(normed, fc1_weight, None, states[0], row_mask, options.linear)
         y = _linear(swiglu(pair, fallback=fallback), fc2_weight, None, states[1], row_mask, options.linear)
         return (y, h) if options.return_input else y
-    for weight, state in zip((fc1_weight, fc2_weight), states, strict=True):
-        check_call(weight, state, options.linear)
-    rows, residual_rows = _inputs(x, residual, row_mask)
-    y = apply(_Fp8MLP, (rows, residual_rows, norm_weight, fc1_weight, fc2_weight), *states, options)
-    y, h = y if options.return_input else (y, None)
-    y = masked_rows(cut_rows(y, rows), row_mask).view(*x.shape[:-1], fc2_weight.shape[0])
-    return (y, cut_rows(h, rows).view(x.shape)) if options.return_input else y
+    return _fp8(_Fp8MLP, x, residual, norm_weight, (fc1_weight, fc2_weight), states, None, row_mask, options)

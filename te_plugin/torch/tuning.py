@@ -110,7 +110,8 @@ def _call(problem: GemmProblem, plan: Plan):
     a = _operand(problem.m, problem.k, problem.dtype_a, problem.scale_a, 1)
     b = _operand(problem.n, problem.k, problem.dtype_b, problem.scale_b, 2)
     out_dtype = TORCH_DTYPE[problem.out_dtype]
-    key = gemm.GemmOptions(problem.dtype_a, problem.scale_a, problem.dtype_b, problem.scale_b, plan.kernel.name).key()
+    key = gemm.GemmOptions(problem.dtype_a, problem.scale_a, problem.dtype_b, problem.scale_b, plan.kernel.name,
+                           accumulation=problem.accumulation).key()
     if problem.accumulate:
         out = torch.zeros((problem.m, problem.n), dtype=out_dtype, device="cuda")
         return lambda: gemm.run_scaled(plan, *a, *b, key, out_dtype, out)

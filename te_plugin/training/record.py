@@ -31,7 +31,7 @@ def arms(cfg: Config, world: World) -> Iterator[Config]:
     )
     yield quiet
     for name in PRECISIONS:
-        arm = replace(quiet, precision=replace(cfg.precision, name=name))
+        arm = replace(quiet, precision=replace(cfg.precision, name=name, forward_accumulation="fp32"))
         if name != cfg.precision.name and _runs(arm, world):
             yield arm
 

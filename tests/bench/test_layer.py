@@ -9,7 +9,7 @@ from rich.console import Console
 
 from te_plugin.bench import breakdown, layer
 from te_plugin.bench.harness import read_result
-from te_plugin.bench.layer_models import Inputs, Sizes, TorchLayer, planned_attention, reference, train_call
+from te_plugin.bench.layer_models import Inputs, OurLayer, Sizes, TorchLayer, planned_attention, reference, train_call
 from te_plugin.oracle.metrics import compare
 
 TINY = Sizes(hidden=128, ffn=256, heads=4, kv_heads=2, dim=32)
@@ -20,7 +20,8 @@ BOUND = {"te_plugin bf16": 1e-2, "te_plugin fp8_current": 6e-2, "te_plugin fp8_d
 @pytest.fixture(scope="module")
 def report():
     made = layer.LayerReport("layer", torch.device("cpu"))
-    layer.measure(made, "packed", (40, 17, 7), TINY, seconds=0.0, with_peers=False)
+    here = {name: options for name, options in layer.CANDIDATES.items() if name in BOUND}  # the CPU adds in FP32
+    layer.measure(made, "packed", (40, 17, 7), TINY, seconds=0.0, candidates=here, with_peers=False)
     return made
 
 
@@ -33,6 +34,15 @@ def test_every_precision_is_compared_with_the_fp32_layer(report):
     for row in report.rows:
         found = report.details[case][row.kernel]
         assert row.rel_error == pytest.approx(max(found["error_y"], found["error_dx"]))
+
+
+def test_one_candidate_more_adds_up_as_the_peers_do():
+    inputs = Inputs.make(TINY, (40, 17, 7), torch.device("cpu"))
+    (name,) = set(layer.CANDIDATES) - set(BOUND)
+    assert name == "te_plugin fp8_current fast forward"
+    made = OurLayer(inputs, planned_attention(inputs, "cpu"), **layer.CANDIDATES[name])
+    linears = [part for part in made.modules() if hasattr(part, "forward_accumulation")]
+    assert [(part.precision, part.forward_accumulation) for part in linears] == [("fp8_current", "fast")] * 4
 
 
 def test_the_time_is_accounted_for_in_the_file_and_on_the_screen(report, tmp_path):

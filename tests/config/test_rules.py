@@ -32,6 +32,11 @@ REFUSED = [
     ("adapter=maxtext precision.fuse=false", ["precision.fuse=False would be ignored", "adapter=megatron"]),
     ("precision.amax_history_len=16", ["amax_history_len=16 would be ignored", "fp8_delayed"]),
     ("precision=fp8_delayed precision.pow2_scale=true", ["pow2_scale=True would be ignored", "fp8_current"]),
+    *((f"precision={name} precision.forward_accumulation=fast",
+       ["precision.forward_accumulation=fast", f"precision={name}", why, "fp8_current, fp8_delayed, fp8_rowwise"])
+      for name, why in (("bf16", "only FP8"), ("fp32", "only FP8"), ("fp8_block", "added in FP32"), ("mxfp8", "added in FP32"))),
+    ("adapter=maxtext precision.forward_accumulation=fast", ["forward_accumulation=fast", "adapter=maxtext", "XLA decides"]),
+    ("moe=tiny precision.forward_accumulation=fast", ["forward_accumulation=fast", "moe.num_experts=4", "add in FP32"]),
     ("moe.top_k=1", ["moe.top_k=1 would be ignored", "num_experts"]),
     ("moe=tiny moe.top_k=5", ["moe.top_k=5", "num_experts=4"]),
     ("moe=tiny moe.ffn_hidden_size=0", ["moe.ffn_hidden_size"]),
@@ -165,6 +170,14 @@ def test_an_attention_kernel_that_cannot_run_here_is_refused_with_its_reason():
 def test_fp8_attention_without_a_kernel_for_it_is_refused_with_every_kernel_and_its_reason():
     message = refusal("attention=fp8", "model.head_dim=320", "run.device=cpu", for_run=True)
     assert "no kernel can run this on cpu" in message and "cpu: " in message and "composite: " in message
+
+
+def test_fast_accumulation_is_for_runs_on_hopper():
+    fast = "precision.forward_accumulation=fast"
+    for precision in ("fp8_current", "fp8_delayed", "fp8_rowwise"):
+        assert tiny(f"precision={precision}", fast).precision.forward_accumulation == "fast"
+    message = refusal(fast, "run.device=cpu", for_run=True)
+    assert "no kernel can run this on cpu" in message and "composite: adds in FP32" in message
 
 
 def test_a_refused_plan_is_a_config_error_that_keeps_the_plans_message():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from te_plugin.config import ConfigError, compose, to_yaml
+from te_plugin.config import ConfigError, compose, to_yaml, validate
 from te_plugin.convergence import Verdict
 from te_plugin.convergence.accept import Arm, accept, arms_of, judge
 from te_plugin.convergence.statistics import paired_mean, slope, spikes, t_cdf, t_quantile
@@ -114,6 +114,14 @@ def test_arms_differ_only_in_the_toggled_groups_and_share_seeds():
         arms_of(config("precision=bf16"), 0)
     with pytest.raises(ConfigError, match="no spread"):
         accept(config("accept.seeds=1"), "unused")
+
+
+def test_the_bf16_arms_of_a_fast_candidate_can_run():
+    cfg = compose(["recipe=llama_tiny", "precision.forward_accumulation=fast"], for_run=False)
+    arms = arms_of(cfg, 0)
+    assert arms["candidate"].precision.forward_accumulation == "fast"
+    for name in ("bf16", "twin"):
+        validate(arms[name], for_run=False)
 
 
 def test_acceptance_runs_every_arm_and_continues_where_it_stopped(rng, tmp_path):

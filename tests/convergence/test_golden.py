@@ -2,12 +2,15 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from te_plugin.config import compose
 from te_plugin.convergence import Golden, GoldenError, Verdict, golden
 from te_plugin.convergence.check import RunFacts, curve_gates, health_gate, learned_gate
+from te_plugin.training import record
 
 STEPS = 120
 
@@ -71,6 +74,12 @@ def test_a_precision_is_held_to_its_own_arm_and_an_unknown_one_to_the_wide_band(
     assert status(between, recorded) is False
     assert status(between, recorded, precision="fp8_block") is True
     assert status(curve(rng, noise=0.01, slope=-0.4), recorded, precision="fp8_block") is False
+
+
+def test_the_other_arms_of_a_fast_recipe_add_up_as_their_precision_does_by_default():
+    cfg = compose(["recipe=llama_tiny", "run.device=cpu", "precision.forward_accumulation=fast"], for_run=False)
+    found = {arm.precision.name: arm.precision.forward_accumulation for arm in record.arms(cfg, SimpleNamespace(size=1))}
+    assert found == {"fp8_current": "fast", "bf16": "fp32", "fp8_delayed": "fp32"}
 
 
 def test_a_loss_that_is_too_low_fails_and_hints_at_a_leak(recorded, rng):

@@ -135,6 +135,18 @@ def test_padding_rows_change_no_expert_and_no_router():
         torch.testing.assert_close(grads[0][name], grads[1][name], rtol=1e-4, atol=1e-7)
 
 
+def test_grouped_experts_refuse_fast_accumulation():
+    from megatron.core.quantization.quant_config import GlobMatcher, RecipeConfig
+
+    cfg = small_config(*MOE)
+    plugin.initialize(cfg)
+    config = plugin.transformer_config(cfg)
+    payload = {"te_plugin": {"precision": "fp8_current", "forward_accumulation": "fast"}}
+    config.quant_recipe = RecipeConfig(matchers=[GlobMatcher("*", "fast")], config_dict={"fast": payload})
+    with pytest.raises(ConfigError, match="grouped experts with forward_accumulation=fast: grouped products add in FP32"):
+        plugin.build_stage(cfg, config, "cpu", True, True)
+
+
 def test_several_processes_with_experts_on_the_cpu_are_refused():
     cfg = small_config(*MOE)
     cfg.parallel.expert_parallel = 2

@@ -51,6 +51,13 @@ def test_first_and_last_layers_stay_bf16():
     assert [by_layer[i] for i in range(12)] == [{"bf16"}] * 2 + [{"fp8_current"}] * 9 + [{"bf16"}]
 
 
+def test_fast_accumulation_reaches_every_fp8_layer_and_no_bf16_layer():
+    model = build("layout=thd", "precision=fp8_rowwise", "precision.forward_accumulation=fast", "precision.bf16_layers_at_end=1")
+    found = {(module.precision.precision, module.call_options()["forward_accumulation"])
+             for module in model.modules() if isinstance(module, plugin.ColumnParallelLinear | plugin.RowParallelLinear)}
+    assert found == {("fp8_rowwise", "fast"), ("bf16", "fp32")}
+
+
 def test_a_pipeline_stage_counts_bf16_layers_from_the_models_first():
     cfg = small_config("precision=fp8_current", "model.num_layers=4", "precision.bf16_layers_at_start=1",
                        "precision.bf16_layers_at_end=1")
@@ -95,6 +102,8 @@ def test_core_attention_refuses_what_it_does_not_compute(field, value):
     ({"te_plugin": {"weight_cache": "none"}}, "no precision given"),
     ({"te_plugin": {"precision": "fp8_current", "weight_cache": "sometimes"}}, "per_step, none"),
     ({"te_plugin": {"precision": "fp8_current", "keep_transpose": "off"}}, "must be true or false"),
+    ({"te_plugin": {"precision": "fp8_current", "forward_accumulation": "bf16"}}, "is not one of fp32, fast"),
+    ({"te_plugin": {"precision": "fp8_block", "forward_accumulation": "fast"}}, "precision=fp8_block: the sums of its blocks"),
     ({"transformer_engine_config_type": "TEQuantizationParams"}, "expected one key 'te_plugin'"),
     ({}, "expected one key 'te_plugin'"),
 ])

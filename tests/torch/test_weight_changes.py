@@ -120,3 +120,18 @@ def test_a_layer_made_in_inference_mode_works():
     with torch.inference_mode():
         layer = tp.Linear(64, 64, precision="fp8_delayed")
         assert torch.equal(layer(torch.ones(1, 64)), layer(torch.ones(1, 64)))
+@pytest.mark.parametrize("precision", ["fp8_current", "fp8_delayed", "fp8_rowwise"])
+def test_recompute_casts_a_weight_once_a_step(precision):
+    """The first forward of the reentrant kind needs no transposed copy, its repetition does; it is known from the step before."""
+    layer, casts = tp.LayerNormLinear(64, 64, precision=precision), []
+    for _ in range(3):
+        before = layer.state.weight_casts
+        for _ in range(2):
+            checkpoint(layer, torch.ones(16, 64, requires_grad=True), use_reentrant=True).sum().backward()
+        casts.append(layer.state.weight_casts - before)
+        tp.advance_scaling(layer)
+    assert casts == [2, 1, 1]
+    layer.eval()
+    with torch.no_grad():
+        layer(torch.ones(16, 64))
+    assert layer.state._cached.data_t is None

@@ -13,6 +13,8 @@ def _xla_supports(problem: GemmProblem, target: Target) -> Supported | Unsupport
         return Unsupported("is XLA's own product, for JAX only")
     if problem.accumulate:
         return Unsupported("XLA adds into no existing array")
+    if problem.accumulation == "fast":
+        return Unsupported("decides itself how its products add up; fast accumulation cannot be asked of it")
     if problem.scale_a is None and problem.scale_b is None:
         return Supported("XLA's product")
     if target.arch not in ("sm90", "sm100"):
@@ -52,20 +54,37 @@ def _cublaslt_block_reason(problem: GemmProblem, target: Target) -> str | None:
     )
 
 
+def _fp32_reason(problem: GemmProblem) -> str | None:
+    """Why a kernel that adds in FP32 is not taken where fast accumulation is asked for."""
+    return "adds in FP32, and accumulation=fast was asked for" if problem.accumulation == "fast" else None
+
+
+def _cublaslt_fast_reason(problem: GemmProblem, target: Target) -> str | None:
+    if problem.accumulation != "fast":
+        return None
+    return first_reason(
+        "adds partial sums of block scales in FP32, and accumulation=fast was asked for"
+        if problem.scale_a == "block_1x128" else None,
+        f"has fast accumulation on sm90 only, not on {target.arch}" if target.arch != "sm90" else None,
+    )
+
+
 def _cublaslt_supports(problem: GemmProblem, target: Target) -> Supported | Unsupported:
     if reason := wrong_arch(target, "sm90", "sm100"):
         return Unsupported(reason)
     if target.framework == "jax":
         return Unsupported("is reached through torch; JAX has its own name for it, xla")
     if problem.scale_a is None and problem.scale_b is None:
-        return Supported("the framework's matmul, which is cuBLASLt")
+        reason = _fp32_reason(problem)
+        return Unsupported(reason) if reason else Supported("the framework's matmul, which is cuBLASLt")
     reason = first_reason(
         _fp8_reason(problem),
         "multiplies e5m2 by e5m2 in no mode" if problem.dtype_a == problem.dtype_b == "e5m2" else None,
         f"N={problem.n} is not a multiple of {ROW_BYTES}" if problem.n % ROW_BYTES else None,
+        _cublaslt_fast_reason(problem, target),
         _cublaslt_block_reason(problem, target) if problem.scale_a == "block_1x128" else None,
     )
-    return Unsupported(reason) if reason else Supported()
+    return Unsupported(reason) if reason else Supported("fast accumulation" if problem.accumulation == "fast" else "")
 
 
 CUBLASLT = register(Kernel(name="cublaslt", op="gemm", supports=_cublaslt_supports, measured=True))
@@ -75,6 +94,7 @@ def _sm90_supports(problem: GemmProblem, target: Target) -> Supported | Unsuppor
     reason = first_reason(
         wrong_arch(target, "sm90"),
         _fp8_reason(problem),
+        _fp32_reason(problem),
         f"writes bf16 or fp32, not {problem.out_dtype}" if problem.out_dtype not in ("bf16", "fp32") else None,
         "adds into an existing array, which XLA does not have" if problem.accumulate and target.framework == "jax" else None,
         "takes the e5m2 operand first, e4m3 second" if problem.dtype_b != "e4m3" else None,
@@ -97,6 +117,8 @@ XLA = register(Kernel(name="xla", op="gemm", supports=_xla_supports))
 
 
 def _composite_supports(problem: GemmProblem, target: Target) -> Supported | Unsupported:
+    if reason := _fp32_reason(problem):
+        return Unsupported(reason)
     if problem.scale_a is None and problem.scale_b is None:
         return Supported("the framework's matmul")
     return Supported("emulated: FP8 operands are dequantised (exactly), the framework's matmul multiplies in FP32")
