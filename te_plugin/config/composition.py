@@ -43,7 +43,13 @@ def compose(overrides: Sequence[str], *, for_run: bool = True, config_dir: str |
     files = group_files(config_dir)
     parsed = [split_override(text, files) for text in overrides]
     choices = _group_choices(parsed, files)
-    values = copy.deepcopy(_hydra(tuple(choices.items()), config_dir))
+    recipe = files["recipe"][choices["recipe"]]
+    if "recipe" in _group_values("recipe", recipe).get("recipe", ()):
+        raise ConfigError(f"{recipe}: a recipe begins with the line '# @package _global_', and this file has none; add it")
+    composed, chosen = _hydra(tuple(choices.items()), config_dir)
+    values = copy.deepcopy(composed)
+    for group, choice in (*chosen.items(), ("recipe", recipe.stem)):
+        _take_as_written(values, group, files[group][choice])
     for group, choice in choices.items():
         if group != "recipe":
             _merge(values, _group_values(group, files[group][choice]))
@@ -141,13 +147,17 @@ def _group_choices(parsed: Sequence[Override], files: Mapping[str, Mapping[str, 
 
 
 @functools.lru_cache(maxsize=256)
-def _hydra(choices: tuple[tuple[str, str], ...], config_dir: str | Path | None) -> dict[str, Any]:
-    """The merged groups and recipe as nested dictionaries. Cached: the files do not change while a process runs."""
+def _hydra(choices: tuple[tuple[str, str], ...], config_dir: str | Path | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """The merged groups and recipe as nested dictionaries, and the choice of each group. Cached: the files do not change while a
+    process runs.
+    """
+    import yaml
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     overrides = [f"{group}={choice}" for group, choice in choices]
     if config_dir is not None:
@@ -155,17 +165,42 @@ def _hydra(choices: tuple[tuple[str, str], ...], config_dir: str | Path | None) 
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(paths.configs_dir()), version_base="1.3"):
-            composed = hydra_compose("config", overrides=overrides)
-    except HydraException as error:
+            composed = hydra_compose("config", overrides=overrides, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{' '.join(overrides)}: the groups do not compose: {error}") from error
-    return OmegaConf.to_container(composed, resolve=False)
+    values = OmegaConf.to_container(composed, resolve=False)
+    chosen = values.pop("hydra")["runtime"]["choices"]
+    return values, {group: choice for group, choice in chosen.items() if isinstance(values.get(group), dict) and choice}
+
+
+def _take_as_written(values: dict[str, Any], group: str, path: Path) -> None:
+    """Where a composed value is the one of this file, take it as the schema's reader does: Hydra reads YAML 1.1, in which 12:30
+    is 750 and off is false.
+    """
+    from omegaconf import OmegaConf
+
+    written = _group_values(group, path)
+    read = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+
+    def take(into: dict[str, Any], read: Mapping[str, Any], written: Mapping[str, Any]) -> None:
+        for key, value in written.items():
+            if isinstance(value, Mapping):
+                if isinstance(into.get(key), dict):
+                    take(into[key], read[key], value)
+            elif key in into and into[key] == read[key] and value != MISSING:
+                into[key] = value
+
+    take(values, read if _is_global(path) else {group: read}, written)
 
 
 def _group_values(group: str, path: Path) -> dict[str, Any]:
     """What a group file sets, as nested dictionaries from the root."""
-    text = path.read_text(encoding="utf-8")
-    values = read_yaml(text, str(path))
-    return values if re.search(r"^# @package _global_$", text, re.MULTILINE) else {group: values}
+    values = read_yaml(path.read_text(encoding="utf-8"), str(path))
+    return values if _is_global(path) else {group: values}
+
+
+def _is_global(path: Path) -> bool:
+    return re.search(r"^# @package _global_$", path.read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 
 def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:

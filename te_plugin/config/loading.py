@@ -94,8 +94,7 @@ _FLOAT = re.compile(r"[-+]?((\d+(_\d+)*)?\.\d+|\d+(_\d+)*\.?)([eE][-+]?\d+)?|[-+
 def parse_text(key: str, text: str, where: str) -> Any:
     """The value of a field from the text after `=` on the command line."""
     kind = schema_fields()[key]
-    if "${" in text:
-        raise ConfigError(f"{where}: {key} holds an interpolation; write the value itself")
+    _refuse_interpolation(key, text, where)
     if kind.optional and text == "null":
         return None
     if kind.kind is str:
@@ -111,8 +110,12 @@ def parse_text(key: str, text: str, where: str) -> Any:
 
 
 def check_value(key: str, value: Any, where: str) -> Any:
-    """A value that already has a Python type, against the type of its field. Whole numbers serve as floats."""
+    """A value that already has a Python type, against the type of its field. Whole numbers serve as floats, and a number of a
+    file serves as the text that was written.
+    """
     kind = schema_fields()[key]
+    if isinstance(value, (_WrittenInt, _WrittenFloat)):
+        value = value.text if kind.kind is str else type(value).__base__(value)
     if value is None and kind.optional:
         return None
     if kind.kind is float and type(value) is int:
@@ -121,9 +124,16 @@ def check_value(key: str, value: Any, where: str) -> Any:
         raise _wrong_type(key, value, where)
     if kind.kind is float and not math.isfinite(value):
         raise ConfigError(f"{where}: {key}={value} is not finite; give a finite number")
+    if kind.kind is str:
+        _refuse_interpolation(key, value, where)
     if kind.kind is str and value == "":
         raise ConfigError(f"{where}: {key} is empty; give a text" + (" or null" if kind.optional else ""))
     return value
+
+
+def _refuse_interpolation(key: str, text: str, where: str) -> None:
+    if "${" in text:
+        raise ConfigError(f"{where}: {key} holds an interpolation; write the value itself")
 
 
 def _wrong_type(key: str, value: Any, where: str) -> ConfigError:
@@ -132,6 +142,8 @@ def _wrong_type(key: str, value: Any, where: str) -> ConfigError:
     why = ""
     if kind.kind is bool:
         why = "; on/off fields accept only true and false, so that no word can be taken for the other"
+    elif kind.kind is str:
+        why = "; put it in quotes"
     elif kind.kind is int and isinstance(value, (float, str)) and _FLOAT.fullmatch(str(value)):
         number = float(value)
         if number.is_integer():
@@ -169,6 +181,18 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str, where: str):
 
 # ---- YAML in which text stays text ----
 
+class _WrittenInt(int):
+    """A whole number of a file, with its text."""
+
+    text: str
+
+
+class _WrittenFloat(float):
+    """A number of a file, with its text."""
+
+    text: str
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.2 scalars: `on`, `off`, `yes` and `no` are text; 1e-5 is a number."""
 
@@ -190,12 +214,17 @@ for _class in (_Loader, _Dumper):
 
 
 def _construct_int(loader, node):
-    return int(loader.construct_scalar(node))
+    text = loader.construct_scalar(node)
+    value = _WrittenInt(text)
+    value.text = text
+    return value
 
 
 def _construct_float(loader, node):
-    text = loader.construct_scalar(node).lower()
-    return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+    text = loader.construct_scalar(node)
+    value = _WrittenFloat(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    value.text = text
+    return value
 
 
 def _construct_mapping(loader, node):

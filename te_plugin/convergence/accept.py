@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from te_plugin.config import Config, ConfigError, differences
+from te_plugin.config import Config, ConfigError, differences, load
 from te_plugin.convergence.statistics import median as median_of
 from te_plugin.convergence.statistics import paired_mean, slope, spikes
 from te_plugin.convergence.verdict import VERDICT_FILE, Verdict
@@ -31,6 +31,7 @@ RELATIVE_DELTA, LARGEST_DELTA = 0.0025, 0.010  # of the BF16 loss; nats
 NOISE_FACTOR = 4.0  # on the CPU, delta is at least this many times the twins' root mean square gap
 BLOCKS = 10
 TOGGLED = ("precision.", "attention.", "schedule.micro_rows", "run.fallback", "testing.", "run.dir", "track.", "check.")
+_OF_ONE_START = ("run.dir", "run.resume", "track.", "accept.")  # may differ when an acceptance is continued
 
 RunArm = Callable[[Config, Path], Verdict]
 
@@ -92,8 +93,18 @@ def arms_of(cfg: Config, seed_index: int, saboteur: str | None = None) -> dict[s
 
 
 def require_comparable(cfg: Config) -> None:
-    """ConfigError when the configuration is the reference itself, or one pair alone would have to decide."""
+    """ConfigError when the configuration is the reference itself, or leaves nothing to compare, or one pair alone to decide."""
     arms_of(cfg, 0)
+    schedule = cfg.schedule
+    step_tokens = schedule.global_rows * cfg.data.seq_len
+    steps = min(schedule.tokens // step_tokens, schedule.stop_after_steps or math.inf)
+    if cfg.data.val_fraction == 0:
+        raise ConfigError("data.val_fraction=0: acceptance compares held-out losses; hold some documents out")
+    if steps * step_tokens <= schedule.warmup_tokens:
+        raise ConfigError(
+            f"the run ends after {steps} steps, within schedule.warmup_tokens={schedule.warmup_tokens}: gradient norms are "
+            f"compared after the warm-up; shorten it, or train longer"
+        )
     if cfg.accept.seeds < 2:
         raise ConfigError(
             f"accept.seeds={cfg.accept.seeds}: one pair has no spread; use at least 2, and 3 to be useful"
@@ -105,6 +116,9 @@ def accept(cfg: Config, out_dir: Path | str, run_arm: RunArm | None = None, sabo
     out_dir = Path(out_dir)
     require_comparable(cfg)
     run_arm = run_arm or _run_here
+    for index in range(cfg.accept.seeds):
+        for name, arm in arms_of(cfg, index, saboteur).items():
+            _require_same_arm(out_dir / f"seed{index}" / name, arm)
     seeds: list[dict[str, Arm]] = []
     for index in range(cfg.accept.seeds):
         found = {}
@@ -267,6 +281,14 @@ def _twin(reference: Config) -> Config:
         return replace(reference, schedule=replace(reference.schedule, micro_rows=2 * micro))
     attention = replace(reference.attention, kernel="composite")
     return replace(reference, attention=attention, run=replace(reference.run, fallback="allow"))
+
+
+def _require_same_arm(run_dir: Path, arm: Config) -> None:
+    """ConfigError when the folder holds a run with other settings, whose numbers would stand for this arm's."""
+    path = run_dir / "config.resolved.yaml"
+    changed = [key for key in differences(load(path), arm) if not key.startswith(_OF_ONE_START)] if path.exists() else []
+    if changed:
+        raise ConfigError(f"{run_dir} holds an arm with another {changed[0]}; give another folder, or the same settings")
 
 
 def _finished(run_dir: Path) -> bool:

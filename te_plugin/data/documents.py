@@ -61,9 +61,8 @@ class TextSource:
         elif self.kind == "text":
             documents = ((str(file), _read_text(file)) for file in self.files)
         else:
-            documents = (
-                document for file in self.files for document in _read_with_datasets(self.kind, file, self.text_field)
-            )
+            read = {"jsonl": _read_json, "parquet": _read_parquet}[self.kind]
+            documents = (document for file in self.files for document in read(file, self.text_field))
         for name, text in documents:
             if not text.strip():
                 raise DataError(f"document {name} is empty: remove it, or give it text")
@@ -169,33 +168,70 @@ def _check_utf8(file: Path) -> None:
         raise DataError(f"{file} is no sound gzip file: {error}") from None
 
 
-def _read_with_datasets(kind: str, file: Path, text_field: str) -> Iterator[tuple[str, str]]:
-    """Rows of one JSON lines or parquet file, streamed: nothing is copied into a cache."""
-    if kind == "jsonl":
-        _check_utf8(file)
-    if file.stat().st_size == 0:
-        raise DataError(f"{file} is empty: remove it, or give it documents")
+def _read_json(file: Path, text_field: str) -> Iterator[tuple[str, str]]:
+    """Records of one JSON file. No type is inferred: what other fields hold, and what a text looks like, does not matter."""
+    _check_utf8(file)
+    _refuse_empty(file)
+    for number, record in enumerate(_records(file), 1):
+        name = f"{file}, record {number}"
+        text = _text_of(record, text_field, name)
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{name}: field {text_field!r} holds half a character (surrogate {text[error.start]!a}): repair it"
+            ) from None
+        yield name, text
+
+
+def _records(file: Path) -> Iterator[dict]:
+    """A record a line; where the first line is none by itself, the whole file is one record or a list of them."""
+    opener = gzip.open if file.name.endswith(".gz") else open
+    first = True
+    with opener(file, "rt", encoding="utf-8-sig") as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            problem = "is no JSON object"
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                record, problem = None, f"is no JSON: {error}"
+            if isinstance(record, dict):
+                yield record
+            elif first and (line.lstrip()[0] == "[" or line.strip() == "{") and (whole := _whole(line + stream.read())):
+                yield from whole
+                return
+            else:
+                raise DataError(f"{file} cannot be read as jsonl: line {number} {problem}")
+            first = False
+
+
+def _whole(text: str) -> list[dict]:
+    """The records of a text that is one JSON value; none where it is not."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return []
+    records = value if isinstance(value, list) else [value]
+    return records if all(isinstance(record, dict) for record in records) else []
+
+
+def _read_parquet(file: Path, text_field: str) -> Iterator[tuple[str, str]]:
+    """Rows of one parquet file, streamed: nothing is copied into a cache."""
+    _refuse_empty(file)
     try:
         import datasets
         import pyarrow
     except ImportError:
-        raise missing_package("datasets", f"data.source={kind}", "data") from None
-    loader = {"jsonl": "json", "parquet": "parquet"}[kind]
-    unit = {"jsonl": "record", "parquet": "row"}[kind]
+        raise missing_package("datasets", "data.source=parquet", "data") from None
     row = 0
     try:
         for row, record in enumerate(
-            datasets.load_dataset(loader, data_files=[str(file)], split="train", streaming=True), 1
+            datasets.load_dataset("parquet", data_files=[str(file)], split="train", streaming=True), 1
         ):
-            name = f"{file}, {unit} {row}"
-            if text_field not in record:
-                raise DataError(
-                    f"{name} has no field {text_field!r} (it has: {', '.join(map(str, record))}): set data.text_field"
-                )
-            text = record[text_field]
-            if not isinstance(text, str):
-                raise DataError(f"{name}: field {text_field!r} is {_kind_of(text)}, expected a string")
-            yield name, text
+            name = f"{file}, row {row}"
+            yield name, _text_of(record, text_field, name)
     except DataError:
         raise
     except (
@@ -206,22 +242,22 @@ def _read_with_datasets(kind: str, file: Path, text_field: str) -> Iterator[tupl
         pyarrow.ArrowException,
         datasets.exceptions.DatasetsError,
     ) as error:
-        reason = (kind == "jsonl" and _bad_json_line(file)) or str(error) or "no rows"
-        raise DataError(f"{file} cannot be read as {kind} after {unit} {row}: {reason}") from None
+        raise DataError(f"{file} cannot be read as parquet after row {row}: {str(error) or 'no rows'}") from None
+
+
+def _refuse_empty(file: Path) -> None:
+    if file.stat().st_size == 0:
+        raise DataError(f"{file} is empty: remove it, or give it documents")
+
+
+def _text_of(record: dict, text_field: str, name: str) -> str:
+    if text_field not in record:
+        raise DataError(f"{name} has no field {text_field!r} (it has: {', '.join(map(str, record))}): set data.text_field")
+    text = record[text_field]
+    if not isinstance(text, str):
+        raise DataError(f"{name}: field {text_field!r} is {_kind_of(text)}, expected a string")
+    return text
 
 
 def _kind_of(value) -> str:
     return "empty (null)" if value is None else f"of type {type(value).__name__}"
-
-
-def _bad_json_line(file: Path) -> str | None:
-    """The first line that is no JSON object, for the error message."""
-    opener = gzip.open if file.name.endswith(".gz") else open
-    with opener(file, "rb") as stream:
-        for number, line in enumerate(stream, 1):
-            try:
-                if line.strip() and not isinstance(json.loads(line), dict):
-                    return f"line {number} is no JSON object"
-            except ValueError as error:
-                return f"line {number} is no JSON: {error}"
-    return None

@@ -119,8 +119,11 @@ def write_indexed(path: str | Path, documents: Iterable[np.ndarray], vocab_size:
             document = np.asarray(document)
             if document.size == 0:
                 raise DataError(f"document {number} is empty: leave it out")
-            if document.min() < 0 or document.max() >= vocab_size:
-                raise DataError(f"document {number} holds id {document.max()}, the vocabulary has {vocab_size} ids")
+            if document.ndim != 1 or document.dtype.kind not in "iu":
+                raise DataError(f"document {number} is {document.dtype}{list(document.shape)}: give a list of integer ids")
+            wrong = document[(document < 0) | (document >= vocab_size)]
+            if wrong.size:
+                raise DataError(f"document {number} holds id {wrong[0]}, the vocabulary has {vocab_size} ids")
             stream.write(document.astype(dtype).tobytes())
             lengths.append(document.size)
         stream.flush()

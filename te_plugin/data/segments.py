@@ -112,8 +112,11 @@ def make_labels(tokens, cu_seqlens, cu_seqlens_padded=None) -> np.ndarray:
             f"cu_seqlens has {cu.size} entries and cu_seqlens_padded {starts.size}: both hold one entry a segment "
             "and an end"
         )
+    lengths, places = np.diff(cu), np.diff(starts)
+    for index in np.flatnonzero(lengths > places):
+        raise ValueError(f"segment {index} has {lengths[index]} tokens in a place of {places[index]}")
     labels = np.full(tokens.shape, IGNORED, np.int32)
-    for start, length in zip(starts[:-1], np.diff(cu), strict=True):
+    for start, length in zip(starts[:-1], lengths, strict=True):
         if start + length > tokens.size:
             raise ValueError(f"a segment ends at token {start + length}, but there are {tokens.size} tokens")
         if length > 1:

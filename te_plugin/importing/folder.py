@@ -41,6 +41,10 @@ def import_weights(source: str | Path, out: str | Path, *, dtype: str = "bf16", 
     if missing:
         raise ConfigError(f"{source} lacks {len(missing)} of {len(wanted)} weights, the first is {missing[0]}; "
                           f"it is not the llama its header describes")
+    left = reader.left_over(wanted)
+    if left:
+        raise ConfigError(f"{source} holds {len(left)} weights that a llama of its header does not have, the first is {left[0]}: "
+                          f"without them it would be another model; only plain llamas can be imported")
     temporary = out.with_name(out.name + ".partial")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -65,6 +69,8 @@ def _write(reader, wanted, folder: Path, dtype: str, progress) -> None:
         value = reader.read(name)
         if value.shape != weight.shape:
             raise ConfigError(f"{name} has shape {value.shape}; the header's sizes give {weight.shape}")
+        if not np.isfinite(value).all():
+            raise ConfigError(f"{name} holds values that are not finite; the source is damaged")
         tensors[name] = np.ascontiguousarray(value.astype(numpy_dtype))
         if progress is not None:
             progress(done + 1, len(wanted), name)

@@ -29,7 +29,10 @@ class GgufSource:
         except ImportError as error:
             raise ConfigError("reading .gguf needs the gguf package: pip install 'te_plugin[import-hf]'") from error
         self.path = path
-        reader = gguf.GGUFReader(str(path))
+        try:
+            reader = gguf.GGUFReader(str(path))
+        except Exception as error:  # it raises whatever the bytes lead to
+            raise ConfigError(f"{path} cannot be read as GGUF: {error}") from error
         self.fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.model = self._model()
@@ -58,6 +61,10 @@ class GgufSource:
             return _PLAIN[name]
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
         return f"blk.{match[1]}.{_LAYER[match[2]]}.weight" if match and match[2] in _LAYER else None
+
+    def left_over(self, wanted) -> list[str]:
+        """Weights that are not wanted."""
+        return sorted(set(self.tensors) - {self._own_name(name) for name in wanted})
 
     def __contains__(self, name: str) -> bool:
         return self._own_name(name) in self.tensors

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from te_plugin.config.schema import ConfigError, ModelConfig, RopeScalingConfig
+
+_DTYPES = ("F64", "F32", "F16", "BF16")  # of safetensors; codes of 8 bits and fewer mean nothing without their scales
+_COMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # older folders hold what the header says
 
 
 class HuggingFaceSource:
@@ -17,7 +23,7 @@ class HuggingFaceSource:
         self.folder = folder
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{folder} holds no config.json; a Hugging Face model folder has one")
-        self.model = model_of(json.loads((folder / "config.json").read_text()), folder)
+        self.model = model_of(_read_json(folder / "config.json"), folder)
         self.files = self._index()
 
     def describe(self) -> str:
@@ -31,11 +37,26 @@ class HuggingFaceSource:
             other = [p.name for p in self.folder.glob("*.bin")]
             hint = f"; {other[0]} is a pickle, save the model with safe_serialization=True" if other else ""
             raise ConfigError(f"{self.folder} holds no .safetensors file{hint}")
+        index = self.folder / "model.safetensors.index.json"
+        if index.is_file():  # it says which files belong to the model: others may lie beside them
+            return {name: self.folder / file for name, file in _read_json(index)["weight_map"].items()}
         files = {}
         for path in paths:
-            with safe_open(str(path), framework="np") as handle:
-                files.update(dict.fromkeys(handle.keys(), path))
+            with _readable(path), safe_open(str(path), framework="np") as handle:
+                for name in handle.keys():  # noqa: SIM118 (no mapping)
+                    if name in files:
+                        raise ConfigError(f"{name} is in {files[name].name} and in {path.name} of {self.folder}: remove the file "
+                                          f"that does not belong to the model")
+                    files[name] = path
         return files
+
+    def left_over(self, wanted) -> list[str]:
+        """Weights that are not wanted and not made from others."""
+        left = [name for name in self.files if name not in wanted and not _COMPUTED.fullmatch(name)]
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        if head in left and np.array_equal(self.read(head), self.read(embedding)):
+            left.remove(head)  # tied, and stored twice
+        return left
 
     def __contains__(self, name: str) -> bool:
         return name in self.files
@@ -45,8 +66,30 @@ class HuggingFaceSource:
         import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16, in which most folders store)
         from safetensors import safe_open
 
-        with safe_open(str(self.files[name]), framework="np") as handle:
+        path = self.files[name]
+        with _readable(path), safe_open(str(path), framework="np") as handle:
+            dtype = handle.get_slice(name).get_dtype()
+            if dtype not in _DTYPES:
+                raise ConfigError(f"{name} of {path} is stored as {dtype}; quantised weights cannot be imported, take the "
+                                  f"original model in BF16, FP16 or FP32")
             return handle.get_tensor(name).astype(np.float32)
+
+
+@contextlib.contextmanager
+def _readable(path: Path):
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
 
 
 def model_of(config: dict, folder: Path) -> ModelConfig:
@@ -57,8 +100,14 @@ def model_of(config: dict, folder: Path) -> ModelConfig:
     for key, allowed in (("attention_bias", (False, None)), ("mlp_bias", (False, None)), ("hidden_act", ("silu", None))):
         if config.get(key) not in allowed:
             raise ConfigError(f"{folder / 'config.json'}: {key}={config[key]!r} is not supported; supported: {allowed[0]!r}")
-    heads = config["num_attention_heads"]
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    for key, allowed in (("quantization_config", (None,)), ("compression_config", (None,)),
+                         ("partial_rotary_factor", (None, 1, 1.0))):
+        value = config.get(key, rope.get(key))
+        if value not in allowed:
+            raise ConfigError(f"{folder / 'config.json'}: {key}={value!r} is not supported; supported: {allowed[-1]!r}")
+    config, rope = _Header(config, folder), _Header(rope, folder)
+    heads = config["num_attention_heads"]
     return ModelConfig(
         name=folder.name, num_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"], num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
@@ -67,6 +116,17 @@ def model_of(config: dict, folder: Path) -> ModelConfig:
         rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))), rope_scaling=_rope_scaling(rope, folder),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         init_std=float(config.get("initializer_range", 0.02)))
+
+
+class _Header(dict):
+    """config.json, or a part of it. A key that has to be there is one clear error where it is not."""
+
+    def __init__(self, values: Mapping, folder: Path):
+        super().__init__(values)
+        self.folder = folder
+
+    def __missing__(self, key: str):
+        raise ConfigError(f"{self.folder / 'config.json'} does not say {key}; a llama needs it")
 
 
 def _rope_scaling(rope: dict, folder: Path) -> RopeScalingConfig:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from te_plugin.jax import launches
 from te_plugin.jax.call import dtype_name, launch, shape_of, target_of_backend
-from te_plugin.ops.attention.problem import AttentionProblem
+from te_plugin.ops.attention.problem import AttentionProblem, checked_window
 from te_plugin.plan import Plan, plan
 
 
@@ -128,15 +128,14 @@ def attention(
         ("cu_seqlens_q_padded", start_q),
         ("cu_seqlens_kv_padded", start_k),
     ):
-        if x.dtype != jnp.int32 or x.shape != cu_q.shape or x.ndim != 1:
+        if not hasattr(x, "dtype") or x.ndim != 1 or not x.shape[0]:
+            raise ValueError(f"{name} must be int32[N+1], the first entry 0; got {x!r}")
+        if x.dtype != jnp.int32 or x.shape != cu_q.shape:
             raise ValueError(f"{name} must be int32[{cu_q.shape[0]}], got {x.dtype}{list(x.shape)}")
-    if softmax_scale is not None and not softmax_scale > 0:
-        raise ValueError(f"softmax_scale={softmax_scale} must be positive; None means 1/sqrt(D)")
-    left, right = window if window is not None else (None, None)
     options = AttentionOptions(
         mask,
-        (-1 if left is None else left, -1 if right is None else right),
-        softmax_scale,
+        checked_window(window, softmax_scale),
+        None if softmax_scale is None else float(softmax_scale),
         precision,
         dq_accumulation,
         deterministic,

@@ -32,6 +32,22 @@ JAX_DTYPE = {
 }
 
 
+@jax.custom_jvp
+def first_derivative_only(x):
+    """x. Put around what a derivative rule quantises: its derivative is asked for where the rule itself is differentiated, and
+    quantisation would pass as a constant there, so a second derivative would be 0 without a word.
+    """
+    return x
+
+
+@first_derivative_only.defjvp
+def _no_second_derivative(primals, tangents):
+    raise NotImplementedError(
+        "second derivatives were asked for, and there are none through FP8 products; compute in precision='bf16' where they are "
+        "needed"
+    )
+
+
 def dtype_name(x) -> str:
     name = DTYPE_NAME.get(jnp.dtype(x.dtype).name)
     if name is None:

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from te_plugin import numerics
-from te_plugin.jax.call import dtype_name, launch, shape_of, target_of_backend
+from te_plugin.jax.call import dtype_name, first_derivative_only, launch, shape_of, target_of_backend
 from te_plugin.jax.linear import LAYOUTS
+from te_plugin.jax.pointwise import check_integers
 from te_plugin.jax.quantize import QuantizedArray, dequantize, quantize
 from te_plugin.ops.grouped_gemm.problem import GroupedGemmProblem
 from te_plugin.ops.linear_checks import check_features
@@ -104,7 +105,12 @@ def _quantize(x, operand: str, o: GroupedOptions, transpose: bool = True) -> Qua
     kind = numerics.scaling(o.precision)
     fmt = kind.format(operand)
     return quantize(
-        x, fmt.name, getattr(kind, operand), pow2_scale=o.pow2_scale, transpose=transpose, fallback=o.fallback
+        first_derivative_only(x),
+        fmt.name,
+        getattr(kind, operand),
+        pow2_scale=o.pow2_scale,
+        transpose=transpose,
+        fallback=o.fallback,
     )
 
 
@@ -209,6 +215,7 @@ def grouped_linear(
             f"grouped_linear takes x[M,K], weight[E,{','.join(layout.upper())}], group_sizes[E]; got {x.shape}, "
             f"{weight.shape}, {group_sizes.shape}"
         )
+    check_integers("grouped_linear: group_sizes", group_sizes)
     check_features(weight.shape[k_axis], weight.shape[3 - k_axis], precision)
     if dtype_name(x) == "fp32" and precision == "bf16":
         precision = "fp32"

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from te_plugin import numerics
-from te_plugin.jax.call import target_of_backend
+from te_plugin.jax.call import first_derivative_only, target_of_backend
 from te_plugin.jax.gemm import Operand, along_columns, along_rows, matmul, needs_transpose
 from te_plugin.jax.quantize import quantize
 from te_plugin.ops.linear_checks import check_features
@@ -72,7 +72,7 @@ def _quantize(x, operand: str, scales, o: LinearOptions):
     granularity = getattr(kind, operand)
     scale = scales[OPERANDS.index(operand)].reshape(1) if kind.delayed else None
     return quantize(
-        x,
+        first_derivative_only(x),
         kind.format(operand).name,
         granularity,
         scale=scale,
@@ -139,6 +139,8 @@ def linear(
     n, k = weight.shape if layout == "nk" else weight.shape[::-1]
     if x.shape[-1] != k:
         raise ValueError(f"x has {x.shape[-1]} features, weight[{','.join(layout.upper())}] has K={k}")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"bias has shape {bias.shape}, weight[{','.join(layout.upper())}] has N={n}")
     kind = numerics.scaling(precision)
     check_features(k, n, precision)
     flat = x.reshape(-1, k)
@@ -159,5 +161,5 @@ def linear(
             flat = jnp.pad(flat, ((0, padding), (0, 0)))
         y = _fp8_linear(flat, weight, scales, stats, options)[:rows]
     if bias is not None:
-        y = y + bias
+        y = y + bias.astype(y.dtype)
     return y.reshape(*x.shape[:-1], n)

@@ -36,6 +36,12 @@ def _plan(problem, o: PointwiseOptions) -> Plan:
     return chosen
 
 
+def check_integers(name: str, x) -> None:
+    """ValueError unless an array holds integers: a cast would cut other numbers off without a word."""
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers, got {x.dtype}")
+
+
 def _like(x) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
@@ -127,6 +133,7 @@ def rope(x, positions, *, inv_freq, kernel: str = "auto"):
             f"rope takes x[T,H,D] with an even D, positions[T], inv_freq[D/2]; got {x.shape}, {positions.shape}, "
             f"{inv_freq.shape}"
         )
+    check_integers("rope: positions", positions)
     return _rope(x, positions.astype(jnp.int32), inv_freq.astype(jnp.float32), PointwiseOptions(kernel=kernel))
 
 
@@ -155,6 +162,7 @@ def cross_entropy(logits, labels, *, kernel: str = "auto"):
     """Per-token loss in nats, FP32[...]: logits[...,V], labels[...] integers, -100 gives loss and gradient 0."""
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"logits {logits.shape} and labels {labels.shape} differ in their leading dimensions")
+    check_integers("cross_entropy: labels", labels)
     flat = logits.reshape(-1, logits.shape[-1])
     return _cross_entropy(flat, labels.reshape(-1).astype(jnp.int32), PointwiseOptions(kernel=kernel)).reshape(
         labels.shape

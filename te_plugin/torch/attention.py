@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from te_plugin.ops.attention.problem import AttentionProblem
+from te_plugin.ops.attention.problem import AttentionProblem, checked_window
 from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch import fp8_attention, framework_attention, launches
 from te_plugin.torch.call import (
+    autocast,
     check_int32,
     define,
     dtype_name,
@@ -167,10 +168,11 @@ def attention(
     memory has gaps. Rows outside every segment give output and gradient 0 and are never read.
     mask: "causal" (equal lengths per segment), "causal_top_left", "causal_bottom_right", "none".
     window: (left, right) keys beside the row's own position; None or -1 means no limit.
-    precision: "bf16" computes in the tensors' dtype with FP32 statistics, "fp8" quantises all operands.
+    precision: "bf16" computes in the tensors' dtype (or autocast's) with FP32 statistics, "fp8" quantises all operands.
     Returns out[Tq,H,D]; with return_lse also the log-sum-exp [H,Tq] in FP32 (no gradient flows through it).
     Raises ValueError for bad shapes, dtypes or cu_seqlens; PlanError when no kernel can run it.
     """
+    q, k, v = autocast(q, k, v)
     q_shape, k_shape, device = q.shape, k.shape, q.device
     if len(q_shape) != 3 or len(k_shape) != 3 or v.shape != k_shape or q_shape[2] != k_shape[2]:
         raise ValueError(f"attention takes q[Tq,H,D], k[Tk,G,D], v[Tk,G,D]; got q{tuple(q.shape)}, k{tuple(k.shape)}, "
@@ -194,13 +196,11 @@ def attention(
             raise ValueError(f"{name} has {tensor.shape[0]} entries, cu_seqlens_q has {entries}")
     if entries < 1:
         raise ValueError("cu_seqlens_q is empty; it holds N+1 entries, the first is 0")
-    if softmax_scale is not None and not softmax_scale > 0:
-        raise ValueError(f"softmax_scale={softmax_scale} must be positive; None means 1/sqrt(D)")
-    left, right = window if window is not None else (None, None)
+    left, right = checked_window(window, softmax_scale)
     needs_backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     direct = is_direct(q)
     key = (_key if direct else _spelled)(
-        mask, -1 if left is None else left, -1 if right is None else right,
+        mask, left, right,
         0.0 if softmax_scale is None else float(softmax_scale), precision, dq_accumulation, bool(deterministic),
         cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None, needs_backward, kernel, fallback)
     q, k, v = _innermost_contiguous(q), _innermost_contiguous(k), _innermost_contiguous(v)

@@ -89,6 +89,18 @@ def apply(function: type[torch.autograd.Function], tensors: tuple[torch.Tensor |
     return function.forward(_NoGraph(needs), *tensors, *others)
 
 
+def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Operands of a matrix product as torch.autocast wants them: in its dtype where it is on, else as they are."""
+    device = tensors[0].device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return tensors
+    low = torch.get_autocast_dtype(device)
+    return tuple([x if x is None or x.dtype not in _AUTOCAST_FROM else x.to(low) for x in tensors])
+
+
+_AUTOCAST_FROM = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def dtype_name(tensor: torch.Tensor) -> str:
     name = DTYPE_NAME.get(tensor.dtype)
     if name is None:
@@ -148,6 +160,8 @@ def check_device(op: str, name: str, tensor: torch.Tensor, device: torch.device)
 
 
 def check_int32(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} must be an int32 tensor on {device}, got {type(tensor).__name__}")
     if tensor.dtype != torch.int32:
         raise ValueError(f"{name} must be int32, got {tensor.dtype}")
     if tensor.device != device:

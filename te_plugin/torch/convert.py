@@ -6,14 +6,17 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
+import inspect
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from te_plugin.ops.linear_checks import check_accumulation, check_features
-from te_plugin.torch.modules import Linear, RMSNorm, make_state
+from te_plugin.torch.functional import rms_norm
+from te_plugin.torch.modules import Linear, RMSNorm, has_hooks, make_state
 
 OUTPUT_LAYERS = ("lm_head", "*.lm_head", "output_layer", "*.output_layer")
 
@@ -38,26 +41,34 @@ def convert(model: nn.Module, precision: str = "fp8_current", *, skip: tuple[str
     """Replace nn.Linear and RMSNorm modules of `model` in place; parameters are taken over, not copied.
 
     skip: glob patterns of module names to leave alone (the output layer by default: its inputs decide the loss directly).
-    norms: also replace RMSNorm modules: torch's, and those of other libraries that hold `weight` and an eps and are named
-    *RMSNorm. forward_accumulation, state_options: as in te_plugin.torch.Linear. Raises ValueError when nothing at all could be
-    converted.
+    norms: also replace RMSNorm modules: torch's, and those of other libraries that hold `weight` and an eps, are named *RMSNorm
+    and compute what this one does (they are tried on a few numbers: Gemma's multiplies by 1 + weight). forward_accumulation,
+    state_options: as in te_plugin.torch.Linear. Raises ValueError when nothing at all could be converted.
     """
     make_state(precision, state_options)  # refuses wrong options also where no Linear is found to take them
     check_accumulation(forward_accumulation, precision)
+    skip = (skip,) if isinstance(skip, str) else skip
     report = ConvertReport(precision)
     shared = _shared_parameters(model)
+    replaced: dict[nn.Module, nn.Module] = {}  # a module in two places stays one module
     for name, module in list(model.named_modules()):
-        for child_name, child in list(module.named_children()):
+        for child_name, child in list(module._modules.items()):
+            if child is None:
+                continue
             full = f"{name}.{child_name}" if name else child_name
-            made, reason = _replacement(full, child, precision, skip, norms, shared, forward_accumulation, kernel, fallback,
-                                        state_options)
+            made, reason = replaced.get(child), ""
+            if made is None:
+                made, reason = _replacement(full, child, precision, skip, norms, shared, forward_accumulation, kernel, fallback,
+                                            state_options)
             if made is not None:
-                setattr(module, child_name, made.train(child.training))
+                replaced[child] = made.train(child.training)
+                setattr(module, child_name, made)
                 report.converted.append((full, f"{type(made).__name__} {precision}"))
             elif reason:
                 report.skipped.append((full, reason))
     if not report.converted:
-        reasons = "".join(f"\n  {name}: {reason}" for name, reason in report.skipped) or " it holds no Linear and no RMSNorm"
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in report.skipped) or (
+            " no module inside it is a Linear or an RMSNorm")
         raise ValueError(f"convert(precision={precision!r}) found nothing to convert in {type(model).__name__}:{reasons}")
     return report
 
@@ -77,11 +88,13 @@ def _replacement(name, child, precision, skip, norms, shared, forward_accumulati
         return None, ""
     if any(fnmatch.fnmatch(name, pattern) for pattern in skip):
         return None, "its name is in skip"
-    if type(child).forward is not nn.Linear.forward and isinstance(child, nn.Linear):
-        return None, f"{type(child).__name__} overrides Linear.forward"
-    if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks:
-        return None, "it carries hooks, which a new module would lose"
+    reason = _own_ways(child)
+    if reason:
+        return None, reason
     if is_norm:
+        reason = _norm_difference(child)
+        if reason:
+            return None, reason
         made = RMSNorm(child.weight.shape[0], _norm_eps(child), device="meta", kernel=kernel, fallback=fallback)
         made.weight = child.weight
         return made, ""
@@ -98,6 +111,36 @@ def _replacement(name, child, precision, skip, norms, shared, forward_accumulati
         made.state = make_state(precision, state_options, child.weight.device)
     made.weight, made.bias = child.weight, child.bias
     return made, ""
+
+
+def _own_ways(child: nn.Module) -> str:
+    """Why a new module would not do what this one does; "" where it would."""
+    kind = type(child)
+    if isinstance(child, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention reads its weight and never calls it"
+    if "forward" in vars(child) or (isinstance(child, nn.Linear) and kind.forward is not nn.Linear.forward):
+        return f"{kind.__name__} overrides forward"
+    if "weight" not in child._parameters:
+        return "its weight is no parameter but computed (weight_norm, a parametrization)"
+    if has_hooks(child) or child._state_dict_hooks or child._load_state_dict_pre_hooks:
+        return "it carries hooks, which a new module would lose"
+    return ""
+
+
+def _norm_difference(norm: nn.Module) -> str:
+    """Why a norm by that name is not this library's; "" where it is. A copy with a weight of its own is asked, on the CPU."""
+    if len(inspect.signature(norm.forward).parameters) != 1:
+        return f"{type(norm).__name__}.forward takes more than x"
+    probe = copy.copy(norm)
+    features = norm.weight.shape[0]
+    numbers = torch.linspace(-2, 3, 2 * features, dtype=torch.float32, device="cpu")
+    x, weight = numbers.view(2, features), numbers[:features].cos()
+    probe._parameters = {**norm._parameters, "weight": nn.Parameter(weight, requires_grad=False)}
+    try:
+        same = torch.allclose(probe(x), rms_norm(x, weight, _norm_eps(norm)), rtol=1e-4, atol=1e-5)
+    except Exception as error:  # code of any library
+        return f"{type(norm).__name__} could not be compared with RMSNorm: {error}"
+    return "" if same else f"{type(norm).__name__} computes something else than x * rsqrt(mean(x^2) + eps) * weight"
 
 
 def _is_rms_norm(module: nn.Module) -> bool:

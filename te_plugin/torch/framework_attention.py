@@ -58,6 +58,9 @@ def _check_segments(plan: Plan, cu_q, cu_k, start_q, start_k, tokens_q, tokens_k
         if any(n and (s < 0 or s + n > tokens) for s, n in zip(start[:-1].tolist(), lengths, strict=True)):
             raise ValueError(f"cu_seqlens_{name} reaches past the {tokens} rows of the tensor: {cu.tolist()}, "
                              f"starts {start.tolist()}")
+        starts = start.tolist()
+        if any(n and s + n > after for s, n, after in zip(starts, lengths, starts[1:], strict=False)):
+            raise ValueError(f"cu_seqlens_{name}: segments overlap or are not in order: {cu.tolist()}, starts {starts}")
     if plan.problem.mask == "causal" and not torch.equal(cu_q, cu_k):
         raise ValueError("mask='causal' needs equal q and kv lengths per segment; say causal_top_left or causal_bottom_right")
 

@@ -15,7 +15,7 @@ import torch
 
 from te_plugin import numerics
 from te_plugin.ops.linear_checks import check_features
-from te_plugin.torch.call import apply, first_derivative_only
+from te_plugin.torch.call import apply, autocast, first_derivative_only
 from te_plugin.torch.grouped_gemm import GroupedGemmOptions
 from te_plugin.torch.linear import (
     LinearOptions,
@@ -51,7 +51,7 @@ class _PlainGroupedLinear(torch.autograd.Function):
     def forward(ctx, x, weight, group_sizes, o: GroupedOptions):
         ctx.save_for_backward(x, weight, group_sizes)
         ctx.o = o
-        return torch.ops.te_plugin.grouped_gemm(x, weight, group_sizes, o.product("forward"))
+        return torch.ops.te_plugin.grouped_gemm(x, weight.to(x.dtype), group_sizes, o.product("forward"))
 
     @staticmethod
     @first_derivative_only
@@ -60,7 +60,7 @@ class _PlainGroupedLinear(torch.autograd.Function):
         o, dy = ctx.o, dy.contiguous()
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = torch.ops.te_plugin.grouped_gemm_dgrad(dy, weight.detach(), group_sizes, o.product("dgrad"))
+            dx = torch.ops.te_plugin.grouped_gemm_dgrad(dy, weight.detach().to(dy.dtype), group_sizes, o.product("dgrad"))
         if ctx.needs_input_grad[1]:
             if o.accumulate_main_grad:
                 torch.ops.te_plugin.grouped_gemm_wgrad_accumulate(dy, x, group_sizes, weight.main_grad, o.product("wgrad"))
@@ -130,8 +130,11 @@ def grouped_linear(
     weight.main_grad[E,N,K] (FP32) once a call, and weight gets no .grad.
     Raises ValueError for sizes that do not fit, naming the size at fault.
     """
+    x, = autocast(x)
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
         raise ValueError(f"grouped_linear takes x[M,K] and weight[E,N,K]; got {tuple(x.shape)} and {tuple(weight.shape)}")
+    if not weight.shape[0]:
+        raise ValueError(f"weight{tuple(weight.shape)} holds no expert; at least one is needed")
     if group_sizes.shape != (weight.shape[0],):
         raise ValueError(f"group_sizes has shape {tuple(group_sizes.shape)}, weight holds {weight.shape[0]} experts")
     if group_sizes.dtype not in (torch.int32, torch.int64):

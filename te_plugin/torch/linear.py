@@ -12,7 +12,7 @@ import torch
 
 from te_plugin import numerics
 from te_plugin.ops.linear_checks import check_accumulation, check_features
-from te_plugin.torch.call import apply, first_derivative_only
+from te_plugin.torch.call import apply, autocast, first_derivative_only
 from te_plugin.torch.gemm import Operand, plain_gemm, scaled_gemm
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.quantize import QuantizedTensor, quantize_operand
@@ -45,26 +45,29 @@ def linear_options(precision: str, pow2_scale: bool, keep_transpose: bool, accum
 
 
 class _PlainLinear(torch.autograd.Function):
-    """BF16/FP32 with the same products; exists so that main_grad accumulation and kernel choice hold in every precision."""
+    """BF16/FP32 with the same products; exists so that main_grad accumulation and kernel choice hold in every precision.
+
+    A weight of another dtype than x (autocast) computes in x's and gets its gradient in its own.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, o: LinearOptions):
         ctx.save_for_backward(x, weight)
         ctx.o = o
-        return plain_gemm(x, weight, o.kernel, o.fallback)
+        return plain_gemm(x, weight.to(x.dtype), o.kernel, o.fallback)
 
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         o = ctx.o
-        dx = plain_gemm(dy, weight.t(), o.kernel, o.fallback) if ctx.needs_input_grad[0] else None
+        dx = plain_gemm(dy, weight.to(dy.dtype).t(), o.kernel, o.fallback) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
             if o.accumulate_main_grad:
                 weight.main_grad.add_(_mm_fp32(dy.t(), x))
                 dw = _main_grad_done(weight)
             else:
-                dw = plain_gemm(dy.t(), x.t(), o.kernel, o.fallback)
+                dw = plain_gemm(dy.t(), x.t(), o.kernel, o.fallback).to(weight.dtype)
         return dx, dw, None
 
 
@@ -176,7 +179,8 @@ def linear(
 ) -> torch.Tensor:
     """y[...,N] = x[...,K] weight[N,K]^T + bias[N].
 
-    precision: fp32, bf16 (the tensors' own dtype), or an FP8 scaling of numerics.SCALINGS. fp8_delayed needs a `state`.
+    precision: fp32, bf16 (the dtype of x), or an FP8 scaling of numerics.SCALINGS. fp8_delayed needs a `state`. y has the dtype
+    of x, which torch.autocast casts where it is on; weight and bias may be of another.
     state: the layer's LinearState (weight cache, histories). row_mask: bool[...] of the leading shape; rows that are False
     count as zero everywhere: their output is 0, and neither x nor dy there enters an amax or a gradient, whatever they hold.
     accumulate_main_grad: dW is added to weight.main_grad[N,K] (FP32) once a call, and weight gets no .grad.
@@ -184,8 +188,8 @@ def linear(
     (docs/numerics.md); for fp8_current, fp8_delayed and fp8_rowwise. dx and dW add in FP32 either way.
     Raises ValueError for sizes that do not fit, naming the size at fault.
     """
-    if x.shape[-1] != weight.shape[-1]:
-        raise ValueError(f"x has {x.shape[-1]} features, weight[N,K] has K={weight.shape[-1]}")
+    check_shapes(x, weight, bias)
+    x, = autocast(x)
     options = linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback,
                              forward_accumulation)
     check_call(weight, state, options)
@@ -195,9 +199,19 @@ def linear(
     else:
         y = cut_rows(apply(_Fp8Linear, (padded_rows(flat, precision), weight), state, options, torch.is_grad_enabled()), flat)
     if bias is not None:
-        y = y + bias
+        y = y + bias.to(y.dtype)
     y = masked_rows(y, row_mask)  # so that no gradient comes back to the masked rows
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+
+def check_shapes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """ValueError for operands that do not go together, naming the one at fault."""
+    if x.dim() < 1 or weight.dim() != 2:
+        raise ValueError(f"linear takes x[...,K] and weight[N,K]; got x{tuple(x.shape)} and weight{tuple(weight.shape)}")
+    if x.shape[-1] != weight.shape[-1]:
+        raise ValueError(f"x has {x.shape[-1]} features, weight[N,K] has K={weight.shape[-1]}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}, weight[N,K] has N={weight.shape[0]}")
 
 
 def check_call(weight: torch.Tensor, state: LinearState | None, o: LinearOptions) -> None:
@@ -237,6 +251,8 @@ def check_main_grad(weight: torch.Tensor) -> None:
 def masked_rows(x: torch.Tensor, row_mask: torch.Tensor | None) -> torch.Tensor:
     """x[...,C] as rows [R,C], those that row_mask[...] calls False replaced by zeros."""
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if row_mask is not None and row_mask.dtype != torch.bool:
+        raise ValueError(f"row_mask is {row_mask.dtype}; it must be bool, True for the rows that count")
     if row_mask is not None and row_mask.numel() != flat.shape[0]:
         raise ValueError(f"row_mask has shape {tuple(row_mask.shape)}, one value a row is needed: {tuple(x.shape[:-1])}")
     return flat if row_mask is None else torch.where(row_mask.reshape(-1, 1), flat, 0)

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from te_plugin import numerics
-from te_plugin.torch.call import apply, first_derivative_only
+from te_plugin.torch.call import apply, autocast, first_derivative_only
 from te_plugin.torch.fused_quantize import FusedOptions, dswiglu_quantize, fused_options, norm_quantize, swiglu_quantize
 from te_plugin.torch.linear import (
     LinearOptions,
     cast,
     cast_weight,
     check_call,
+    check_shapes,
     cut_rows,
     fp8_forward,
     fp8_gradients,
@@ -220,14 +221,13 @@ class _ReduceGradient(torch.autograd.Function):
         return ctx.reduce_gradient(dy), None
 
 
-def _check(x, residual, norm_weight, weight, return_input: bool) -> None:
+def _check(x, residual, norm_weight, weight, bias, return_input: bool) -> None:
     if norm_weight is not None:
         check_norm(x, norm_weight, residual, "norm_weight")
     elif residual is not None or return_input:
         raise ValueError("residual and return_input belong to the norm, and norm_weight=None says that there is none: pass "
                          "norm_weight, or add the residual outside")
-    if x.shape[-1] != weight.shape[-1]:
-        raise ValueError(f"x has {x.shape[-1]} features, weight[N,K] has K={weight.shape[-1]}")
+    check_shapes(x, weight, bias)
 
 
 def _options(residual, eps, return_input, reduce_gradient, o: LinearOptions) -> NormLinearOptions:
@@ -266,7 +266,7 @@ def _fp8(function, x, residual, norm_weight, weights, states, bias, row_mask, o:
     made = apply(function, (rows, residual_rows, norm_weight, *weights), *states, o)
     y, h = made if o.return_input else (made, None)
     y = cut_rows(y, rows)
-    y = masked_rows(y if bias is None else y + bias, row_mask)  # so that no gradient comes back to the masked rows
+    y = masked_rows(y if bias is None else y + bias.to(y.dtype), row_mask)  # so that no gradient comes back to the masked rows
     y = y.view(*x.shape[:-1], y.shape[1])
     return (y, cut_rows(h, rows).view(x.shape)) if o.return_input else y
 
@@ -298,7 +298,8 @@ def layer_norm_linear(
     In FP8 the normed tensor is quantised where it is made. The values are those of rms_norm followed by linear, whose arguments
     these are. reduce_gradient: see NormLinearOptions; it must be a module-level function or otherwise hashable.
     """
-    _check(x, residual, norm_weight, weight, return_input)
+    x, residual, norm_weight = autocast(x, residual, norm_weight)
+    _check(x, residual, norm_weight, weight, bias, return_input)
     options = _options(residual, eps, return_input, reduce_gradient,
                        linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback,
                                       forward_accumulation))
@@ -336,7 +337,8 @@ def gated_mlp(
     between RMSNorm, SwiGLU, its gradient and the quantisation of their results. The values are those of rms_norm, linear, swiglu,
     linear, whose arguments these are; `states` are those of fc1 and fc2.
     """
-    _check(x, residual, norm_weight, fc1_weight, return_input)
+    x, residual, norm_weight = autocast(x, residual, norm_weight)
+    _check(x, residual, norm_weight, fc1_weight, None, return_input)
     if fc1_weight.shape[0] != 2 * fc2_weight.shape[1]:
         raise ValueError(f"fc1_weight[2F,K] has {fc1_weight.shape[0]} rows, fc2_weight[K,F] has F={fc2_weight.shape[1]}")
     options = _options(residual, eps, return_input, reduce_gradient,

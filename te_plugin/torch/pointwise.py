@@ -16,7 +16,7 @@ from te_plugin.ops.norm.problem import NormProblem
 from te_plugin.ops.rope.problem import RopeProblem
 from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch import launches
-from te_plugin.torch.call import check_device, define, dtype_name, first_derivative_only, launch, target_of
+from te_plugin.torch.call import autocast, check_device, define, dtype_name, first_derivative_only, launch, target_of
 from te_plugin.torch.options import Options
 
 IGNORED_LABEL = -100
@@ -172,6 +172,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, *, residu
     where a sum outside would round twice and read three more tensors. torch.compile adds it outside where h is x and leaves the
     graph (an output that is an input).
     """
+    if weight.dtype != x.dtype:
+        x, residual, weight = autocast(x, residual, weight)
     check_norm(x, weight, residual)
     options = PointwiseOptions(eps=float(eps), kernel=kernel, fallback=fallback)
     if residual is None and not return_input:
@@ -270,6 +272,8 @@ class _Rope(torch.autograd.Function):
 def positions_of(cu_seqlens: torch.Tensor, tokens: int, cu_seqlens_padded: torch.Tensor | None = None) -> torch.Tensor:
     """int32[tokens]: the position of each row in its segment (rows of a gap count on); no host sync."""
     start = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    if start.dim() != 1 or not start.shape[0]:
+        raise ValueError(f"cu_seqlens has shape {tuple(start.shape)}; it holds N+1 entries in one dimension, the first is 0")
     rows = torch.arange(tokens, device=start.device, dtype=torch.int32)
     segment = torch.searchsorted(start.contiguous(), rows, right=True, out_int32=True) - 1
     return rows - start[segment.clamp(0, start.shape[0] - 1).long()]
@@ -311,11 +315,16 @@ def rope(x: torch.Tensor, positions: torch.Tensor | None = None, *, inv_freq: to
 
 # Cross-entropy -------------------------------------------------------------------------------------------------------------
 
+def _places(labels: torch.Tensor) -> torch.Tensor:
+    """int64[T,1], the column of each row's label. One outside the vocabulary stays outside, and torch refuses it."""
+    return torch.where(labels == IGNORED_LABEL, 0, labels).long()[:, None]
+
+
 def _loss_forward(logits, labels, options):
     chosen = _plan(LossProblem, tuple(logits.shape), dtype_name(logits), logits.device, options)
     if _composite(chosen, "forward"):
         lse = torch.logsumexp(logits.float(), -1)
-        picked = logits.float().gather(1, labels.clamp(min=0).long()[:, None])[:, 0]
+        picked = logits.float().gather(1, _places(labels))[:, 0]
         return torch.where(labels == IGNORED_LABEL, 0.0, lse - picked), lse
     loss = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     lse = torch.empty_like(loss)
@@ -327,8 +336,8 @@ def _loss_backward(dloss, logits, labels, lse, options):
     chosen = _plan(LossProblem, tuple(logits.shape), dtype_name(logits), logits.device, options)
     if _composite(chosen, "backward"):
         grad = torch.exp(logits.float() - lse[:, None])
-        grad[torch.arange(len(labels), device=labels.device), labels.clamp(min=0).long()] -= 1
-        return (grad * torch.where(labels == IGNORED_LABEL, 0.0, dloss)[:, None]).to(logits.dtype)
+        grad[torch.arange(len(labels), device=labels.device), _places(labels)[:, 0]] -= 1
+        return torch.where((labels == IGNORED_LABEL)[:, None], 0.0, grad * dloss[:, None]).to(logits.dtype)
     dlogits = torch.empty_like(logits)
     launch(chosen, "backward", dloss, logits, labels, lse, dlogits)
     return dlogits
@@ -360,6 +369,8 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, *, kernel: str = "
     """Per-token loss in nats, FP32[...]: logits[...,V], labels[...] integers, -100 gives loss and gradient 0."""
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} differ in their leading dimensions")
+    if labels.dtype.is_floating_point or labels.dtype == torch.bool:
+        raise ValueError(f"labels are {labels.dtype}; they must be integers, the token of each row")
     check_device("cross_entropy", "labels", labels, logits.device)
     flat = labels.reshape(-1).to(torch.int32)
     options = PointwiseOptions(kernel=kernel, fallback=fallback)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from te_plugin import numerics
+from te_plugin.torch.call import is_direct
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.quantize import QuantizedTensor, QuantizeOptions, quantize_2d, quantize_operand, scale_from_amax
 
@@ -90,9 +94,11 @@ class DelayedScaling(nn.Module):
 
     @torch.no_grad()
     def calibrate(self, x: torch.Tensor, operand: str) -> None:
-        """Give an operand the scale of these values and a history that holds nothing older; not finite: scale 1.
+        """Give an operand the scale of these values and a history that holds nothing older.
 
-        Only the first time: `fresh` says so on the device, because a traced graph repeats this call at every step.
+        Only until there were values to learn from: a first tensor that is empty, all zero (a microbatch without a loss token) or
+        not finite gives scale 1 for itself and leaves the operand `fresh`. That is told on the device, because a traced graph
+        repeats this call at every step.
         """
         index = self.OPERANDS.index(operand)
         fresh = self.fresh[index:index + 1] > 0
@@ -101,7 +107,14 @@ class DelayedScaling(nn.Module):
         self.history[index].masked_fill_(fresh, 0.0)
         scale = self.scale[index:index + 1]
         scale.copy_(torch.where(fresh, scale_from_amax(amax, self.format(index)), scale))
-        self.fresh[index].fill_(0)
+        self.fresh[index:index + 1].masked_fill_(amax > 0, 0.0)
+
+    def is_fresh(self, operand: str) -> bool:
+        """Whether an operand still waits for values to calibrate with. Asks the device, which may not be asked during the capture
+        of a CUDA graph: True there.
+        """
+        capturing = self.fresh.is_cuda and torch.cuda.is_current_stream_capturing()
+        return capturing or bool(self.fresh[self.OPERANDS.index(operand)])
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
         key = prefix + "history"
@@ -120,9 +133,10 @@ class DelayedScaling(nn.Module):
 class LinearState(nn.Module):
     """Per-layer state of one FP8 linear: the weight cache and, with delayed scaling, its histories.
 
-    The cache holds the quantised weight until the weight changes. A change is seen by the tensor's identity, its version
-    counter and the steps of torch optimizers (FSDP2 gathers the new weight into the same tensor, past the counter); who else
-    writes behind the counter (through .data) calls `new_step()`.
+    The cache holds the quantised weight until the weight changes. A change is seen by the tensor and its storage, its version
+    counter, the steps of torch optimizers (FSDP2 gathers the new weight into the same tensor, past the counter) and the turns
+    between train() and eval() (averaged weights are swapped in through .data); who else writes behind the counter calls
+    `new_step()`.
     """
 
     def __init__(self, precision: str, *, weight_cache: bool = True, keep_transpose: bool = True, pow2_scale: bool = False,
@@ -140,9 +154,10 @@ class LinearState(nn.Module):
         self.weight_cache, self.keep_transpose, self.pow2_scale = weight_cache, keep_transpose, pow2_scale
         self.delayed = DelayedScaling(kind, history_len, amax_compute, device) if kind.delayed else None
         self._cached: QuantizedTensor | None = None
-        self._cached_for: tuple | None = None
+        self._cached_for: _Mark | None = None
         self._cached_is_noted = False
-        self._advanced_for: tuple | None = None
+        # The weight that the step of delayed scaling began with; (): that step is over; None: none has begun.
+        self._advanced_for: _Mark | tuple | None = None
         self._explicit_steps = False
         # As far as the host knows: a traced graph calibrates on the device alone (`fresh`), and `advance` asks there.
         self._uncalibrated = set(DelayedScaling.OPERANDS) if kind.delayed else set()
@@ -154,6 +169,16 @@ class LinearState(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.precision}, weight_cache={self.weight_cache}, keep_transpose={self.keep_transpose}"
+
+    def __getstate__(self) -> dict:
+        """A copy of the layer has a weight of its own, so what is known of this one's stays here."""
+        ended = None if self._advanced_for is None else ()
+        return {**self.__dict__, "_cached": None, "_cached_for": None, "_advanced_for": ended}
+
+    def train(self, mode: bool = True):
+        if mode != self.training:
+            self.drop_weight()
+        return super().train(mode)
 
     def new_step(self) -> None:
         """The weight may have changed: quantise it again at its next use, and end the step of delayed scaling there."""
@@ -184,11 +209,12 @@ class LinearState(nn.Module):
             return
         if self._explicit_steps:
             return
-        # Not by address: FSDP2 gathers a weight to another place for each microbatch.
-        identity = (id(weight), weight._version, _optimizer_steps)
-        if self._advanced_for is not None and identity != self._advanced_for:
+        begun = self._advanced_for
+        if isinstance(begun, _Mark) and begun.is_step_of(weight):
+            return
+        if begun is not None:
             self.delayed.advance()
-        self._advanced_for = identity
+        self._advanced_for = _Mark(weight)
 
     def needs_values(self, operand: str) -> bool:
         """Whether the next quantisation of an operand must see its values first (a history that has not begun)."""
@@ -216,7 +242,7 @@ class LinearState(nn.Module):
             # tokens makes them far smaller than E5M2's smallest value), and after a plain checkpoint was loaded the scale
             # of the random weights would clip the loaded ones.
             self.delayed.calibrate(x, operand)
-            if not torch.compiler.is_compiling():
+            if is_direct(x) and not self.delayed.is_fresh(operand):
                 self._uncalibrated.discard(operand)
         options, scale = self.cast_of(operand, transpose)
         made = quantize_operand(x, options, scale, used)
@@ -245,12 +271,12 @@ class LinearState(nn.Module):
 
     def _lacks(self, weight: torch.Tensor, transpose: bool) -> bool:
         cached = self._cached
-        return cached is None or self._cached_for != _identity(weight) or (transpose and cached.data_t is None)
+        return cached is None or not self._cached_for.is_of(weight) or (transpose and cached.data_t is None)
 
     def keep_weight(self, weight: torch.Tensor, made: QuantizedTensor, noted: bool = False) -> None:
         """Cache a weight that was just quantised. noted: its amax is in the history already; else its first use puts it there."""
         self._count()
-        self._cached, self._cached_for, self._cached_is_noted = made, _identity(weight), noted
+        self._cached, self._cached_for, self._cached_is_noted = made, _Mark(weight), noted
 
     def drop_weight(self) -> None:
         """Forget the quantised weight."""
@@ -286,8 +312,26 @@ def _count_step(*_) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
-def _identity(weight: torch.Tensor) -> tuple:
-    return (id(weight), weight.data_ptr(), weight._version, _optimizer_steps)
+def _changes(weight: torch.Tensor) -> tuple[int, int]:
+    return (0 if weight.is_inference() else weight._version, _optimizer_steps)  # inference tensors have no counter
+
+
+class _Mark:
+    """Which weight something was made of, and in which state. Tensor and storage are held weakly: an id or an address alone is
+    given to the next tensor once the first is gone.
+    """
+
+    def __init__(self, weight: torch.Tensor):
+        self.tensor, self.storage = weakref.ref(weight), StorageWeakRef(weight.untyped_storage())
+        self.address, self.changes = weight.data_ptr(), _changes(weight)
+
+    def is_step_of(self, weight: torch.Tensor) -> bool:
+        """Wherever its values lie: FSDP2 gathers a weight to another place for each microbatch."""
+        return self.tensor() is weight and self.changes == _changes(weight)
+
+    def is_of(self, weight: torch.Tensor) -> bool:
+        return (self.is_step_of(weight) and self.address == weight.data_ptr()
+                and self.storage.cdata == weight.untyped_storage()._cdata)
 
 
 def states(model: nn.Module):

@@ -54,9 +54,7 @@ def list_checkpoints(folder: Path | str) -> list[Checkpoint]:
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _NAME.fullmatch(path.name)
         if match and (path / STATE_FILE).is_file() and (path / ".metadata").is_file():
-            found.append(
-                Checkpoint(path, int(match.group(1)), json.loads((path / STATE_FILE).read_text(encoding="utf-8")))
-            )
+            found.append(Checkpoint(path, int(match.group(1)), _read_state(path)))
     return sorted(found, key=lambda c: c.step)
 
 
@@ -69,7 +67,7 @@ def find(path: Path | str) -> Checkpoint:
     """The checkpoint meant by a path: a checkpoint folder, a checkpoints folder or a run directory (its latest)."""
     path = Path(path)
     if (path / STATE_FILE).is_file():
-        info = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        info = _read_state(path)
         return Checkpoint(path, int(info["step"]), info)
     found = list_checkpoints(path) or list_checkpoints(path / CHECKPOINT_DIR)
     if not found:
@@ -77,6 +75,15 @@ def find(path: Path | str) -> Checkpoint:
             f"no complete checkpoint at {path}: expected a folder with {STATE_FILE}, or a run directory"
         )
     return found[-1]
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path / STATE_FILE} cannot be read ({error}): the checkpoint is damaged; remove {path} to go on from an older one"
+        ) from error
 
 
 def save(
@@ -108,6 +115,7 @@ def save(
             state = {**info, "format": FORMAT_VERSION, "step": step, "tensor_parallel": world.tp_size}
             _write_synced(temporary / STATE_FILE, json.dumps(state, indent=1) + "\n")
             _sync_dir(temporary)
+            shutil.rmtree(final, ignore_errors=True)  # what lies there is incomplete: a complete one is not written again
             os.rename(temporary, final)
             _sync_dir(folder)
 
@@ -119,7 +127,9 @@ def save(
             raise CheckpointError(_save_message(folder, step, tensors, reason))
     if world.is_main:
         for old in list_checkpoints(folder)[:-keep]:
-            shutil.rmtree(old.path)
+            going = folder / f".{old.path.name}.tmp"  # a half-removed folder must not be taken for a checkpoint
+            os.rename(old.path, going)
+            shutil.rmtree(going)
     world.barrier()
     return final
 
@@ -141,7 +151,7 @@ def load(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], world: Wor
     """Fill `tensors` in place. CheckpointError lists every name that is missing or left over."""
     reader = dcp.FileSystemReader(checkpoint.path)
     wanted = _under_tp(tensors, world)
-    stored = reader.read_metadata().state_dict_metadata
+    stored = _stored(checkpoint)
     written_tp = checkpoint.info.get("tensor_parallel", 1)
     if written_tp != world.tp_size:
         raise CheckpointError(
@@ -169,10 +179,18 @@ def load(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], world: Wor
         raise CheckpointError(f"{checkpoint.path} cannot be read: {_cause(caught)}") from caught
 
 
+def _stored(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Names and shapes of everything in a checkpoint."""
+    try:
+        return dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
+    except Exception as error:  # a damaged pickle raises whatever its bytes lead to
+        raise CheckpointError(f"{checkpoint.path} cannot be read: its .metadata is damaged ({error})") from error
+
+
 def stored_shapes(checkpoint: Checkpoint, section: str, world: World) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Names (without their section), shapes and dtypes that a checkpoint holds under a section such as "state"."""
     prefix = next(iter(_under_tp({f"{section}/": None}, world)))
-    stored = dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata
+    stored = _stored(checkpoint)
     return {
         name[len(prefix) :]: (tuple(meta.size), meta.properties.dtype)
         for name, meta in stored.items()

@@ -66,9 +66,15 @@ class Loop:
     """Everything one run needs, from the first step to the last checkpoint."""
 
     def __init__(
-        self, cfg: Config, engine: Engine, world: World, tracker: Tracker, golden_loss: Callable[[int], float | None]
+        self,
+        cfg: Config,
+        engine: Engine,
+        world: World,
+        tracker: Tracker,
+        golden_loss: Callable[[int], float | None],
+        order_hash: str,
     ):
-        self.cfg, self.engine, self.world = cfg, engine, world
+        self.cfg, self.engine, self.world, self.order_hash = cfg, engine, world, order_hash
         self.tracker, self.golden_loss = tracker, golden_loss
         self.schedule = Schedule.of(cfg)
         self._flops_per_token = flops_per_token(cfg)
@@ -111,7 +117,7 @@ class Loop:
             "precision": self.cfg.precision.name,
             "parallel": self.cfg.parallel.name,
             "next_row": step * self.cfg.schedule.global_rows,
-            "data_seed": self.cfg.data.seed,
+            "order_hash": self.order_hash,
             "kind": "training",
         }
         self.engine.save(step, info)
@@ -123,6 +129,8 @@ class Loop:
 
     def require_active_weights(self, what: str) -> None:
         """Loaded weights must beat a uniform guess on held-out rows: otherwise they were loaded but are not used."""
+        if not self._holds_out_rows:
+            return
         loss, uniform = self.engine.evaluate(), math.log(self.cfg.model.vocab_size)
         if not loss < uniform:
             raise TrainingError(
@@ -130,8 +138,12 @@ class Loop:
                 f"the weights are not active, or belong to another model or tokenizer"
             )
 
+    @property
+    def _holds_out_rows(self) -> bool:
+        return self.cfg.data.val_fraction > 0
+
     def _evaluate(self, step: int, last: int) -> float | None:
-        if self.cfg.schedule.eval_rows < 1 or (step % self.cfg.schedule.eval_interval and step != last):
+        if not self._holds_out_rows or (step % self.cfg.schedule.eval_interval and step != last):
             return None
         return self.engine.evaluate()
 

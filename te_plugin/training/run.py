@@ -94,10 +94,12 @@ class _Run:
             planned_steps=self.schedule.total_steps,
             context_free_entropy=_entropy_of(cfg, data) if world.is_main else None,
         )
+        self._require_same_rows()
         tracker = self._make_tracker()
         fits = golden is not None and golden.recipe_hash == facts.recipe_hash
         matching = golden.arm_for(cfg.precision.name, cfg.adapter.name) if fits else None
-        loop = Loop(cfg, engine, world, tracker, matching.loss_at if matching else lambda step: None)
+        golden_loss = matching.loss_at if matching else lambda step: None
+        loop = Loop(cfg, engine, world, tracker, golden_loss, facts.order_hash)
         if world.is_main:
             self._write_environment(data, facts)
         verdict = None
@@ -123,6 +125,24 @@ class _Run:
         verdict = world.broadcast_object(verdict)
         tracker.finish(verdict.exit_code)
         return verdict
+
+    def _require_same_rows(self) -> None:
+        """RunDirError when the rows of a step are not the resumed run's: some would be skipped, others repeated."""
+        if self.resume_from is None:
+            return
+        info, step, rows = self.resume_from.info, self.resume_from.step, self.cfg.schedule.global_rows
+        next_row, order = info.get("next_row", step * rows), info.get("order_hash", self.facts.order_hash)
+        if next_row != step * rows:
+            raise RunDirError(
+                f"{self.resume_from.path} stands at row {next_row} after {step} steps, and schedule.global_rows={rows} makes "
+                f"them {step * rows}: a resumed run keeps its rows a step; set it back, or start a new run with run.init_from"
+            )
+        if order != self.facts.order_hash:
+            raise RunDirError(
+                f"the training rows are not those of {self.resume_from.path} (order {self.facts.order_hash}, it has {order}): "
+                f"documents were added, removed or changed at data.path={self.cfg.data.path}, or a setting of the data was. "
+                f"Restore them, or start a new run with run.init_from"
+            )
 
     def _conclude(
         self, verdict: Verdict | None, facts: RunFacts, golden: Golden | None, matching: Arm | None

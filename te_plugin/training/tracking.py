@@ -173,7 +173,7 @@ class Tracker:
 
     def _load_state(self) -> dict[str, Any]:
         path = self.run_dir / TRACKING_FILE
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return read_tracking(path) if path.exists() else {}
 
     def _save_state(self) -> None:
         state = {
@@ -188,6 +188,14 @@ class Tracker:
         os.replace(temporary, self.run_dir / TRACKING_FILE)
 
 
+def read_tracking(path: Path) -> dict[str, Any]:
+    """What tracking.json holds; TrackingError for a damaged one."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TrackingError(f"{path} cannot be read ({error}); remove it: the run keeps the id of its checkpoint") from error
+
+
 def sync(run_dir: Path | str, mode: str = "wandb", timeout_s: float = 60.0) -> int:
     """Replay a run directory into wandb under its own run id; returns the number of rows. TrackingError with the reason."""
     run_dir = Path(run_dir)
@@ -196,7 +204,7 @@ def sync(run_dir: Path | str, mode: str = "wandb", timeout_s: float = 60.0) -> i
         raise TrackingError(f"{run_dir} is not a run directory: it has no {TRACKING_FILE}")
     if resolve_mode(mode) == "jsonl":
         raise TrackingError("sync sends rows to wandb, which is not installed: pip install te_plugin[wandb]")
-    state = json.loads(state_file.read_text(encoding="utf-8"))
+    state = read_tracking(state_file)
     rows = read_metrics(run_dir)
     config = {**state["config"], **({"resume_changes": state["changes"]} if state["changes"] else {})}
     try:

@@ -110,7 +110,8 @@ def wandb_installed() -> bool:
 
     if "wandb" in sys.modules:
         return sys.modules["wandb"] is not None
-    return importlib.util.find_spec("wandb") is not None
+    found = importlib.util.find_spec("wandb")
+    return found is not None and found.origin is not None  # a folder of runs named wandb is found too, and is no package
 
 
 def offline_runs(run_dir: Path | str) -> list[Path]:

@@ -1,5 +1,7 @@
 """From overrides to a Config: groups, recipes, misspelt keys, and who wins."""
 
+import re
+
 import pytest
 
 from te_plugin import paths
@@ -155,3 +157,51 @@ def test_the_users_own_folder_hides_no_file_of_the_package_and_is_never_ignored(
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="no file of a group"):
         compose([TINY], for_run=False, config_dir=tmp_path / "empty")
+
+
+@pytest.mark.report("yaml/pyyaml#272")
+@pytest.mark.parametrize("written, message", [
+    ("run:\n  seed: 12:30", "run.seed takes a whole number, not 12:30"),
+    ("run:\n  resume: off", "run.resume takes true or false, not off"),
+    ("run:\n  threads: 1_0", "run.threads takes a whole number or null, not 1_0"),
+    ("track:\n  run_name: true", "track.run_name takes a text or null, not True; put it in quotes"),
+    ("run:\n  dir: ${oc.env:HOME}/x", "run.dir holds an interpolation"),
+])  # fmt: skip
+def test_a_file_of_the_users_own_is_read_as_strictly_as_the_command_line(own, written, message):
+    """Hydra's reader knows YAML 1.1, in which 12:30 is 750 and off is false."""
+    path = own / "recipe/mine.yaml"
+    path.write_text(path.read_text() + written + "\n")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        compose(["recipe=mine"], for_run=False, config_dir=own)
+
+
+@pytest.mark.report("yaml/pyyaml#272")
+def test_a_group_that_a_recipe_chooses_is_read_as_strictly(own):
+    path = own / "model/wide.yaml"
+    path.write_text(re.sub(r"num_layers: .*", "num_layers: 1:00", path.read_text()))
+    with pytest.raises(ConfigError, match="model.num_layers takes a whole number, not 1:00"):
+        compose(["recipe=mine"], for_run=False, config_dir=own)
+
+
+def test_a_name_that_looks_like_a_number_stays_the_text_that_was_written(own):
+    path = own / "recipe/mine.yaml"
+    path.write_text(path.read_text() + "track:\n  run_name: 1E234\n  project: 007\n")
+    track = compose(["recipe=mine"], for_run=False, config_dir=own).track
+    assert (track.run_name, track.project) == ("1E234", "007")
+
+
+def test_a_recipe_may_build_on_another(own):
+    (own / "recipe/next.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - mine\n  - _self_\nrecipe: next\noptim:\n  lr: 3e-3\n")
+    mine, following = (compose([f"recipe={name}"], for_run=False, config_dir=own) for name in ("mine", "next"))
+    assert following.optim.lr == 3e-3 and following.data == mine.data and following.schedule == mine.schedule
+
+
+@pytest.mark.parametrize("text, message", [
+    ("a: [", "no valid YAML"), ("", "holds no keys"), ("recipe: mine\n", "@package _global_"),
+    ("# @package _global_\noptim:\n  lr: 1\noptim:\n  eps: 1\n", "'optim' is given twice"),
+])  # fmt: skip
+def test_a_recipe_that_cannot_be_read_is_one_clear_error(own, text, message):
+    (own / "recipe/mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        compose(["recipe=mine"], for_run=False, config_dir=own)

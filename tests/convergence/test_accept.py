@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from te_plugin.config import ConfigError, compose, validate
+from te_plugin.config import ConfigError, compose, to_yaml, validate
 from te_plugin.convergence import Verdict
 from te_plugin.convergence.accept import Arm, accept, arms_of, judge
 from te_plugin.convergence.statistics import paired_mean, slope, spikes, t_cdf, t_quantile
@@ -174,3 +174,24 @@ def test_paired_bounds_slopes_and_spikes():
 def test_the_bound_covers_the_true_mean_as_often_as_it_says(rng):
     misses = sum(paired_mean(list(rng.normal(0.0, 1.0, 3))).upper < 0 for _ in range(4000))
     assert 0.04 < misses / 4000 < 0.06
+
+
+def test_an_arm_of_other_settings_does_not_stand_for_this_one(tmp_path):
+    """In Python the folder is the caller's: finished arms of another candidate lie where this one's would."""
+    cfg = config("accept.seeds=2", "precision=fp8_block")
+    other = arms_of(config("accept.seeds=2", "precision=fp8_current"), 0)
+    for name in ("bf16", "twin", "candidate"):
+        folder = tmp_path / "seed0" / name
+        folder.mkdir(parents=True)
+        (folder / "config.resolved.yaml").write_text(to_yaml(other[name]))
+        Verdict("PASS", "").save(folder)
+    with pytest.raises(ConfigError, match="seed0/candidate holds an arm with another precision.name"):
+        accept(cfg, tmp_path, run_arm=lambda *_: pytest.fail("no arm should start"))
+
+
+@pytest.mark.parametrize("override, message", [("data.val_fraction=0", "hold some documents out"),
+                                               ("schedule.stop_after_steps=2", "within schedule.warmup_tokens")])
+def test_what_leaves_nothing_to_compare_is_refused_before_the_first_arm(tmp_path, override, message):
+    cfg = config("check.mode=off", "schedule.warmup_tokens=4096", override)
+    with pytest.raises(ConfigError, match=message):
+        accept(cfg, tmp_path, run_arm=lambda *_: pytest.fail("no arm should start"))

@@ -54,7 +54,6 @@ def test_one_file_is_a_source_too_and_a_byte_order_mark_is_no_text(tmp_path):
 
 
 def test_json_lines_keep_their_order_and_field(tmp_path, texts):
-    pytest.importorskip("datasets")
     plain, packed = tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"
     lines = [json.dumps({"body": text, "n": n}) for n, text in enumerate(texts)]
     plain.write_text("\n".join(lines[:25]) + "\n", encoding="utf-8")
@@ -128,7 +127,6 @@ def test_a_file_that_is_not_utf8_is_named_with_the_byte(tmp_path, prefix, bad):
     ],
 )
 def test_broken_json_lines_are_named_with_the_place(tmp_path, content, message):
-    pytest.importorskip("datasets")
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
         _names_and_texts(open_source("jsonl", str(tmp_path)))
@@ -147,4 +145,30 @@ def test_broken_parquet_and_gzip_are_named(tmp_path):
         _names_and_texts(open_source("parquet", str(tmp_path / "bytes.parquet")))
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}' * 50)[:-9])
     with pytest.raises(DataError, match=r"a\.jsonl\.gz is no sound gzip file"):
+        _names_and_texts(open_source("jsonl", str(tmp_path)))
+
+
+@pytest.mark.report("huggingface/datasets#7222", "huggingface/datasets#5596")
+@pytest.mark.parametrize("records", [
+    [{"text": "2020-01-01", "n": 1}, {"text": "2021-02-03T10:00:00Z", "n": 2}],
+    [{"text": "a", "meta": 1}] * 3 + [{"text": "b", "meta": "x"}, {"text": "c", "meta": {"deep": []}}],
+    [{"text": "a", "meta": [0, "Biology"]}, {"text": "b"}, {"other": None, "text": "c"}],
+], ids=["dates", "types change", "fields come and go"])  # fmt: skip
+def test_no_type_is_guessed_from_what_fields_look_like(tmp_path, records):
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    assert [text for _, text in open_source("jsonl", str(tmp_path))] == [record["text"] for record in records]
+
+
+@pytest.mark.parametrize("content", [
+    '[{"text": "a"}, {"text": "b"}]', '[\n {"text": "a"},\n {"text": "b"}\n]\n',
+    '\ufeff{"text": "a"}\r\n\r\n{"text": "b"}\r\n',
+], ids=["list", "pretty list", "windows"])  # fmt: skip
+def test_a_list_in_a_file_is_read_as_well(tmp_path, content):
+    (tmp_path / "a.json").write_bytes(content.encode())
+    assert [text for _, text in open_source("jsonl", str(tmp_path))] == ["a", "b"]
+
+
+def test_half_a_character_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b \\ud800 c"}\n')
+    with pytest.raises(DataError, match=r"a.jsonl, record 2: field 'text' holds half a character \(surrogate '.ud800'\)"):
         _names_and_texts(open_source("jsonl", str(tmp_path)))

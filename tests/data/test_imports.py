@@ -18,12 +18,12 @@ def test_importing_the_data_package_imports_no_framework():
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch, tmp_path, hf_folder):
     folder = hf_folder()
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
     (tmp_path / "tokenizer.model").write_text("")
     for name in ("datasets", "tokenizers", "tiktoken"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(DataError, match=r"needs the package 'datasets'.*te_plugin\[data\]"):
-        list(open_source("jsonl", str(tmp_path)))
+        list(open_source("parquet", str(tmp_path)))
     with pytest.raises(DataError, match=r"needs the package 'tokenizers'.*te_plugin\[data\]"):
         load_tokenizer("hf", str(folder))
     with pytest.raises(DataError, match=r"needs the package 'tiktoken'.*te_plugin\[llama3\]"):

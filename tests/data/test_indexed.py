@@ -101,3 +101,10 @@ def test_an_empty_document_in_the_index_is_named(tmp_path):
     write_index(tmp_path / "data", np.array([3, 0, 2]), np.uint16)
     with pytest.raises(DataError, match=r"document 1 of .*data\.idx is empty"):
         read_indexed(tmp_path / "data")
+
+
+@pytest.mark.parametrize(
+    "document, message", [([1.5, 2.0], "float64"), ([[1, 2], [3, 4]], r"\[2, 2\]"), ([-1, 2], "holds id -1")])
+def test_documents_that_are_no_list_of_ids_are_refused(tmp_path, document, message):
+    with pytest.raises(DataError, match=message):
+        write_indexed(tmp_path / "data", [np.array(document)], 100)

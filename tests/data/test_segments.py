@@ -145,3 +145,8 @@ def test_labels_equal_those_of_each_document_alone(lengths):
     cu = np.concatenate([[0], np.cumsum(lengths)])
     alone = [make_labels(tokens[a:b], [0, b - a]) for a, b in zip(cu[:-1], cu[1:], strict=True)]
     assert make_labels(tokens, cu).tolist() == np.concatenate(alone).tolist()
+
+
+def test_labels_refuse_segments_that_overlap():
+    with pytest.raises(ValueError, match="segment 0 has 3 tokens in a place of 2"):
+        make_labels(np.arange(4), [0, 3, 4], [0, 2, 4])

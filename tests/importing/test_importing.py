@@ -2,6 +2,7 @@
 
 import json
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -120,3 +121,80 @@ def test_a_run_starts_from_imported_weights(tmp_path):
     cfg.model.norm_eps = 1e-6
     with pytest.raises(ConfigError, match="norm_eps: 1e-06 in the run, 1e-05 in the weights"):
         megatron.build_gpt(cfg, torch.device("cpu"))
+
+
+def stored(tmp_path, change=None, header=None, **changes):
+    """A folder whose weights `change` has edited (name -> array, in place) and whose header got `header`."""
+    from safetensors.numpy import load_file, save_file
+
+    folder = tmp_path / "hf"
+    small_llama(**changes).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    if change is not None:
+        change(weights)
+    save_file(weights, folder / "model.safetensors")
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **(header or {})}))
+    return folder
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.report("paiml/entrenar#258", "NVIDIA-NeMo/Automodel#2511", "NVIDIA-NeMo/Megatron-Bridge#1746")
+@pytest.mark.parametrize("change, header, message", [
+    (lambda w: w.update({Q + ".bias": np.ones(128, np.float32)}), {}, "q_proj.bias: without them it would be another model"),
+    (lambda w: w.update({"model.layers.2.input_layernorm.weight": np.ones(128, np.float32)}), {}, "model.layers.2"),
+    (None, {"tie_word_embeddings": True}, "lm_head.weight"),
+    (lambda w: w.update({Q + ".weight": w[Q + ".weight"].astype(np.int8)}), {}, "stored as I8; quantised weights"),
+    (lambda w: w.update({Q + ".weight": w[Q + ".weight"].astype(ml_dtypes.float8_e4m3fn)}), {}, "stored as F8_E4M3"),
+    (None, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+    (None, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    (lambda w: w["model.norm.weight"].fill(np.nan), {}, "model.norm.weight holds values that are not finite"),
+], ids=["bias", "more layers", "untied head", "int8", "fp8", "quantised header", "partial rotary", "nan"])
+def test_what_would_be_dropped_or_misread_is_refused(tmp_path, change, header, message):
+    folder = stored(tmp_path, change, header)
+    with pytest.raises(ConfigError, match=message):
+        import_weights(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_follows_from_the_rest_may_be_stored(tmp_path):
+    def change(weights):
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
+        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(32, np.float32)
+
+    folder = stored(tmp_path, change, {"tie_word_embeddings": True})
+    assert import_weights(folder, tmp_path / "out").tie_embeddings
+
+
+def test_a_file_that_lies_beside_the_model_is_not_part_of_it(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    folder = stored(tmp_path)
+    names = list(load_file(folder / "model.safetensors"))
+    save_file({"model.norm.weight": np.zeros(128, np.float32)}, folder / "older.safetensors")
+    with pytest.raises(ConfigError, match="model.norm.weight is in model.safetensors and in older.safetensors"):
+        import_weights(folder, tmp_path / "out")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    import_weights(folder, tmp_path / "out")
+    assert ImportedWeights(tmp_path / "out").numpy_source()("model.norm.weight").all()
+
+
+@pytest.mark.parametrize("name, damage, message", [
+    ("config.json", lambda raw: b"{", "config.json cannot be read as JSON"),
+    ("config.json", lambda raw: raw.replace(b"rms_norm_eps", b"rms_eps"), "does not say rms_norm_eps"),
+    ("model.safetensors", lambda raw: raw[:-100], "model.safetensors cannot be read"),
+])
+def test_a_damaged_folder_is_one_clear_error(tmp_path, name, damage, message):
+    path = stored(tmp_path) / name
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ConfigError, match=message):
+        import_weights(tmp_path / "hf", tmp_path / "out")
+
+
+def test_a_file_that_is_no_gguf_is_one_clear_error(tmp_path):
+    pytest.importorskip("gguf")
+    (tmp_path / "model.gguf").write_bytes(b"x")
+    with pytest.raises(ConfigError, match="model.gguf cannot be read"):
+        import_weights(tmp_path / "model.gguf", tmp_path / "out")

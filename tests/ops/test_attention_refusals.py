@@ -73,3 +73,29 @@ def test_dtypes_and_devices_must_agree():
         attention(q, k, k, cu_seqlens_q=ints([0, 8]).to("meta"))
     with pytest.raises(ValueError, match=r"q\[Tq,H,D\]"):
         attention(q[0], k, k, cu_seqlens_q=ints([0, 8]))
+
+
+@pytest.mark.report("huggingface/transformers#39408")
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", [4, (2.5, 0), (4,), (1, 2, 3), "ab", ("x", 0)], ids=str)
+def test_a_window_says_both_sides_in_whole_keys(kernel, window):
+    with pytest.raises(ValueError, match=r"\(W - 1, 0\)"):
+        run(kernel=kernel, window=window)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_softmax_scale_is_positive_and_finite(kernel, scale):
+    with pytest.raises(ValueError, match="positive and finite"):
+        run(kernel=kernel, softmax_scale=scale)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_segments_that_overlap_are_refused_by_every_kernel(kernel):
+    with pytest.raises(ValueError, match="overlap"):
+        run(kernel=kernel, cu_seqlens_q_padded=ints([0, 2, 8]), cu_seqlens_kv_padded=ints([0, 2, 8]))
+
+
+def test_a_list_in_place_of_a_tensor_is_named():
+    with pytest.raises(ValueError, match="cu_seqlens_q must be an int32 tensor on cpu, got list"):
+        attention(torch.zeros(8, 1, 16), torch.zeros(8, 1, 16), torch.zeros(8, 1, 16), cu_seqlens_q=[0, 8])

@@ -102,6 +102,28 @@ def test_state_is_saved_without_pickle_and_continues_where_it_was():
         assert [step(restored, "activation", a) for a in amax[3:]] == [56, 56, 56, 448]
 
 
+@pytest.mark.report("marin-community/marin#7659")
+@pytest.mark.parametrize("ends_step", [False, True], ids=["microbatch", "step"])
+def test_a_first_microbatch_without_a_loss_token_decides_no_scale(ends_step):
+    """Its gradient is 0; a scale of 1 would flush those that follow, 1e-6 and less, to zero."""
+    layer = Linear(64, 64, bias=False, precision="fp8_delayed")
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    (layer(x) * 0).sum().backward()
+    if ends_step:
+        advance_scaling(layer)
+    (layer(x) * 1e-6).sum().backward()
+    expected = 1e-6 * layer.weight.sum(0).expand(16, 64)
+    assert (x.grad - expected).norm() < 0.05 * expected.norm()
+
+
+def test_an_empty_first_batch_decides_no_scale():
+    layer = Linear(64, 64, bias=False, precision="fp8_delayed")
+    layer(torch.zeros(0, 64))
+    x = torch.full((16, 64), 1e4)
+    exact = torch.nn.functional.linear(x, layer.weight)
+    assert (layer(x) - exact).norm() < 0.05 * exact.norm()
+
+
 @pytest.mark.report("NVIDIA/Megatron-LM#709")
 def test_fp8_state_may_be_missing_or_of_another_length_but_no_parameter_may():
     plain = torch.nn.Linear(16, 16)

@@ -116,3 +116,49 @@ def test_a_linears_kernel_names_its_products(precision, rng):
     x, w = (jnp.asarray(rng.standard_normal((128, 128), dtype=np.float32)) for _ in range(2))
     named = tj.linear(x, w, precision=precision, kernel="composite")
     assert (named == tj.linear(x, w, precision=precision, kernel="composite" if precision == "fp32" else "auto")).all()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_current"])
+def test_a_float32_bias_does_not_widen_the_output_and_has_the_outputs_width(precision):
+    x, w = jnp.ones((4, 128), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
+    assert tj.functional.linear(x, w, jnp.ones(128), precision).dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match=r"bias has shape \(4, 1\)"):
+        tj.functional.linear(x, w, jnp.ones((4, 1)), precision)
+
+
+def test_places_and_counts_are_integers():
+    x = jnp.ones((4, 128))
+    for call in (lambda: tj.functional.cross_entropy(x, jnp.full(4, 0.5)),
+                 lambda: tj.functional.rope(x.reshape(4, 1, 128), jnp.full(4, 0.5), inv_freq=jnp.ones(64)),
+                 lambda: tj.functional.grouped_linear(x, jnp.ones((1, 128, 128)), jnp.full(1, 2.5))):
+        with pytest.raises(ValueError, match="must be integers, got float32"):
+            call()
+
+
+@pytest.mark.report("huggingface/transformers#39408")
+@pytest.mark.parametrize("window", [4, (2.5, 0)], ids=str)
+def test_a_window_says_both_sides_in_whole_keys(window):
+    q = jnp.ones((8, 1, 16))
+    with pytest.raises(ValueError, match=r"\(W - 1, 0\)"):
+        tj.functional.attention(q, q, q, cu_seqlens_q=jnp.array([0, 8], jnp.int32), window=window)
+
+
+def test_a_softmax_scale_may_be_an_array_and_a_list_is_no_array():
+    q = jnp.ones((8, 1, 16))
+    cu = jnp.array([0, 8], jnp.int32)
+    tj.functional.attention(q, q, q, cu_seqlens_q=cu, softmax_scale=jnp.float32(0.5))
+    with pytest.raises(ValueError, match=r"cu_seqlens_q must be int32\[N\+1\]"):
+        tj.functional.attention(q, q, q, cu_seqlens_q=[0, 8])
+
+
+@pytest.mark.parametrize("function", ["linear", "grouped_linear"])
+def test_second_derivatives_through_fp8_are_refused_and_not_zero(function):
+    """What is quantised is a constant for JAX: differentiating a gradient would give 0 without a word."""
+    if function == "linear":
+        loss = lambda x: (tj.functional.linear(x, jnp.ones((128, 128)), precision="fp8_current") ** 2).sum()
+    else:
+        loss = lambda x: (tj.functional.grouped_linear(x, jnp.ones((1, 128, 128)), jnp.array([4]), "fp8_current") ** 2).sum()
+    x = jnp.ones((4, 128))
+    assert jax.grad(lambda x: jax.checkpoint(loss)(x))(x).any()
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.grad(lambda x: (jax.grad(loss)(x) ** 2).sum())(x)

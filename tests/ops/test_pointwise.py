@@ -278,3 +278,32 @@ def test_rows_without_columns_are_legal():
     x = torch.ones(3, 0)
     y, h = rms_norm(x, torch.ones(0), residual=x)
     assert y.shape == h.shape == swiglu(x).shape == (3, 0)
+
+
+@pytest.mark.report("chainer/chainer#5127")
+@pytest.mark.parametrize("label", [-1, -101, 16, 2**31 - 1])
+@pytest.mark.parametrize("kernel", ["cpu", "composite"])
+def test_a_label_outside_the_vocabulary_is_refused_by_every_kernel_and_never_counts_as_token_0(kernel, label):
+    with pytest.raises((ValueError, RuntimeError), match=f"{label}"):
+        cross_entropy(torch.zeros(3, 16), torch.tensor([1, label, -100]), kernel=kernel, fallback="allow")
+
+
+@pytest.mark.parametrize("labels", [torch.tensor([0.5, 1.0]), torch.tensor([True, False])], ids=["float", "bool"])
+def test_labels_are_integers(labels):
+    with pytest.raises(ValueError, match="labels are torch"):
+        cross_entropy(torch.zeros(2, 16), labels)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "composite"])
+def test_what_stands_in_an_ignored_row_reaches_no_gradient(kernel):
+    logits = torch.zeros(2, 16)
+    logits[1] = float("nan")
+    logits.requires_grad_()
+    cross_entropy(logits, torch.tensor([1, -100]), kernel=kernel, fallback="allow").sum().backward()
+    assert torch.isfinite(logits.grad).all() and not logits.grad[1].any()
+
+
+@pytest.mark.parametrize("shape", [(0,), (1, 3)])
+def test_cu_seqlens_that_are_no_list_are_named(shape):
+    with pytest.raises(ValueError, match="cu_seqlens has shape"):
+        rope(torch.zeros(8, 2, 16), cu_seqlens=torch.zeros(shape, dtype=torch.int32), inv_freq=torch.ones(8))

@@ -107,3 +107,85 @@ def test_a_converted_model_loads_and_saves_plain_checkpoints():
     tp.convert(again, precision="fp8_delayed")
     again.load_state_dict(model.state_dict())
     assert torch.equal(again.up.state.delayed.scale, model.up.state.delayed.scale)
+
+
+class GemmaRMSNorm(nn.Module):
+    """Stores the difference to 1."""
+
+    def __init__(self, features=128):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(features)), 1e-6
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
+
+
+class GatedRMSNorm(nn.Module):
+    def __init__(self, features=128):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(features)), 1e-6
+
+    def forward(self, x, gate=None):
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+        return y if gate is None else y * torch.sigmoid(gate)
+
+
+class LlamaRMSNorm(nn.Module):
+    def __init__(self, features=128):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(features, dtype=torch.bfloat16)), 1e-6
+
+    def forward(self, x):
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * y.to(x.dtype)
+
+
+@pytest.mark.report("linkedin/Liger-Kernel#74")
+def test_norms_that_compute_something_else_are_left_alone():
+    model = nn.ModuleDict(dict(gemma=GemmaRMSNorm(), gated=GatedRMSNorm(), llama=LlamaRMSNorm(), linear=nn.Linear(128, 128)))
+    x = torch.randn(4, 128)
+    before = model.gemma(x), model.gated(x, x)
+    report = tp.convert(model, "fp8_current")
+    assert [name for name, _ in report.converted] == ["llama", "linear"]
+    assert "something else" in dict(report.skipped)["gemma"] and "more than x" in dict(report.skipped)["gated"]
+    assert torch.equal(model.gemma(x), before[0]) and torch.equal(model.gated(x, x), before[1])
+
+
+@pytest.mark.report("linkedin/Liger-Kernel#74")
+def test_a_norm_without_storage_is_compared_as_well():
+    with torch.device("meta"):
+        model = nn.Sequential(GemmaRMSNorm(), LlamaRMSNorm())
+    report = tp.convert(model, "fp8_current")
+    assert [name for name, _ in report.converted] == ["1"] and model[1].weight.is_meta
+
+
+@pytest.mark.report("huggingface/peft#761")
+def test_a_projection_that_its_owner_never_calls_is_not_called_converted():
+    model = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
+    report = tp.convert(model, "fp8_current")
+    assert [name for name, _ in report.converted] == ["linear1", "linear2"]
+    assert "never calls it" in dict(report.skipped)["self_attn.out_proj"]
+
+
+def test_a_module_in_two_places_stays_one_module():
+    model = nn.ModuleDict(dict(a=nn.Linear(128, 128), b=nn.Linear(128, 128)))
+    model["c"] = model["a"]
+    report = tp.convert(model, "fp8_current")
+    assert [name for name, _ in report.converted] == ["a", "b", "c"]
+    assert model["a"] is model["c"] and isinstance(model["a"], tp.Linear)
+
+
+def test_what_a_new_linear_would_not_do_is_left_alone():
+    model = nn.ModuleDict({name: nn.Linear(128, 128) for name in ("replaced", "normed", "loads", "plain")})
+    model["replaced"].forward = lambda x: x * 0
+    nn.utils.parametrizations.weight_norm(model["normed"])
+    model["loads"].register_load_state_dict_pre_hook(lambda *_: None)
+    reasons = dict(tp.convert(model, "fp8_current").skipped)
+    assert set(reasons) == {"replaced", "normed", "loads"}
+    assert "overrides forward" in reasons["replaced"] and "computed" in reasons["normed"] and "hooks" in reasons["loads"]
+
+
+def test_one_pattern_may_be_given_without_a_tuple():
+    model = nn.ModuleDict(dict(head=nn.Linear(128, 128), h=nn.Linear(128, 128)))
+    assert [name for name, _ in tp.convert(model, "fp8_current", skip="head").converted] == ["h"]

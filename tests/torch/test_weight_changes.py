@@ -1,5 +1,8 @@
 """Every way in which a weight can change ends the step: the next product has the new weight, and delayed scaling moves on."""
 
+import copy
+import io
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,6 +68,58 @@ def test_recompute_sees_the_scales_of_the_forward_it_repeats():
         assert torch.equal(first, again)
 
 
+@pytest.mark.report("flashinfer-ai/flashinfer#4069")
+@pytest.mark.parametrize("precision", ["fp8_current", "fp8_block"])
+def test_a_weight_at_the_place_of_one_that_is_gone_is_a_new_weight(precision):
+    """Ids and addresses are given out again once a tensor is gone."""
+    layer = tp.Linear(128, 128, bias=False, precision=precision)
+    for value in range(1, 31):
+        weight = torch.full((128, 128), float(value))
+        y = torch.func.functional_call(layer, {"weight": weight}, (torch.ones(1, 128),))
+        assert y[0, 0].item() == pytest.approx(128 * value, rel=0.05)
+        del weight, y
+
+
+@pytest.mark.report("flashinfer-ai/flashinfer#4069")
+def test_values_swapped_in_at_the_old_address_are_seen():
+    layer, x = tp.Linear(512, 512, bias=False, precision="fp8_current"), torch.ones(1, 512)
+    for value in range(1, 91, 3):
+        for step in range(3):  # what the second one frees, the third one may get
+            layer.weight.data = torch.full((512, 512), float(value + step))
+            if step != 1:
+                assert layer(x)[0, 0].item() == pytest.approx(512 * (value + step), rel=0.05)
+
+
+@pytest.mark.report("NVIDIA-NeMo/Automodel#3606")
+def test_averaged_weights_that_are_swapped_in_for_an_evaluation_are_used():
+    """torch_ema and diffusers copy through .data, which no version counter sees; train() and eval() are."""
+    layer, x = tp.Linear(64, 64, bias=False, precision="fp8_current"), torch.ones(1, 64)
+    mine = layer.weight.detach().clone()
+    trained = layer(x)
+    layer.weight.data.copy_(2 * mine)
+    layer.eval()
+    assert torch.equal(layer(x), 2 * trained)
+    layer.train()
+    layer.weight.data.copy_(mine)
+    assert torch.equal(layer(x), trained)
+
+
+def test_a_copy_of_a_layer_knows_nothing_of_the_first_ones_weight():
+    layer = tp.Linear(64, 64, bias=False, precision="fp8_delayed")
+    layer(torch.ones(16, 64)).sum().backward()
+    copied, file = copy.deepcopy(layer), io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    for other in (copied, torch.load(file, weights_only=False)):
+        assert torch.equal(other(torch.ones(16, 64)), layer(torch.ones(16, 64)))
+        assert other.state.weight_casts == layer.state.weight_casts + 1
+
+
+def test_a_layer_made_in_inference_mode_works():
+    """Such tensors have no version counter."""
+    with torch.inference_mode():
+        layer = tp.Linear(64, 64, precision="fp8_delayed")
+        assert torch.equal(layer(torch.ones(1, 64)), layer(torch.ones(1, 64)))
 @pytest.mark.parametrize("precision", ["fp8_current", "fp8_delayed", "fp8_rowwise"])
 def test_recompute_casts_a_weight_once_a_step(precision):
     """The first forward of the reentrant kind needs no transposed copy, its repetition does; it is known from the step before."""

@@ -176,3 +176,25 @@ def test_weights_only_checkpoints_are_not_overwritten(tmp_path):
     assert ckpt.find(tmp_path / "w").info["kind"] == "weights"
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         ckpt.find(tmp_path / "nothing")
+
+
+def test_what_is_left_of_a_removed_checkpoint_is_neither_read_nor_in_the_way(small, tmp_path):
+    """A process that is killed while it removes a checkpoint, or a user who removed a part of one."""
+    run = tmp_path / "run"
+    train(small("schedule.stop_after_steps=8"), run)
+    (run / "checkpoints/step_00000008/state.json").unlink()
+    assert [c.step for c in ckpt.list_checkpoints(run / "checkpoints")] == [4]
+    assert train(small("run.resume=true", f"run.dir={run}"), run).status == "PASS"
+    assert [c.step for c in ckpt.list_checkpoints(run / "checkpoints")] == [8, 10]
+
+
+@pytest.mark.parametrize("name, message", [("state.json", "state.json cannot be read"), (".metadata", ".metadata is damaged")])
+def test_a_damaged_checkpoint_is_one_clear_error(small, tmp_path, name, message):
+    run = tmp_path / "run"
+    train(small("schedule.stop_after_steps=4"), run)
+    (run / "checkpoints/step_00000004" / name).write_text("x")
+    try:
+        reason = train(small("run.resume=true", f"run.dir={run}"), run).reason
+    except CheckpointError as error:
+        reason = str(error)
+    assert message in reason

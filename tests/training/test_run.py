@@ -172,3 +172,29 @@ def test_toggles_do_not_change_data_order_or_initial_weights(small, tmp_path):
         environment = json.loads((tmp_path / str(number) / "env.json").read_text())
         seen.add((environment["order_hash"], environment["init_hash"], environment["recipe_hash"]))
     assert len(seen) == 1
+
+
+@pytest.mark.report("NVIDIA-NeMo/RL#2519")
+def test_a_run_is_not_continued_on_other_rows(small, tmp_path):
+    """Rows are counted, so with other data the next ones are not those that were never seen."""
+    texts, run = tmp_path / "texts", tmp_path / "run"
+    texts.mkdir()
+    for number in range(40):
+        (texts / f"{number:02d}.txt").write_text(f"document {number} of the first texts, " * (number + 1))
+    data = ["data=text", f"data.path={texts}", "data.val_fraction=0.1"]
+    train(small(*data, "schedule.stop_after_steps=4"), run)
+    (texts / "00a.txt").write_text("one more document")
+    with pytest.raises(RunDirError, match="documents were added, removed or changed"):
+        train(small(*data, "run.resume=true", f"run.dir={run}"), run)
+    (texts / "00a.txt").unlink()
+    with pytest.raises(RunDirError, match="stands at row 16 after 4 steps, and schedule.global_rows=8 makes them 32"):
+        train(small(*data, "run.resume=true", f"run.dir={run}", "schedule.global_rows=8", "schedule.tokens=10240"), run)
+    assert train(small(*data, "run.resume=true", f"run.dir={run}"), run).status == "PASS"
+    assert [row["step"] for row in read_metrics(run)] == list(range(1, 11))
+
+
+def test_a_run_without_held_out_documents_makes_no_evaluation_and_continues(small, tmp_path):
+    run = tmp_path / "run"
+    train(small("data.val_fraction=0", "schedule.stop_after_steps=4"), run)
+    verdict = train(small("data.val_fraction=0", "run.resume=true", f"run.dir={run}"), run)
+    assert verdict.status == "PASS" and not any("val/loss" in row for row in read_metrics(run))

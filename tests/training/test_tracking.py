@@ -1,5 +1,6 @@
 """One run for all ranks, no dropped row, and a wandb that can fail without hurting the run."""
 
+import importlib.util
 import json
 import math
 import os
@@ -12,8 +13,8 @@ import pytest
 
 from te_plugin.training import Tracker, read_metrics
 from te_plugin.training.metrics import MetricsError
-from te_plugin.training.tracking import TrackingError, sync
-from te_plugin.training.wandb_sink import differences, offline_runs, read_wandb_rows
+from te_plugin.training.tracking import TrackingError, resolve_mode, sync
+from te_plugin.training.wandb_sink import differences, offline_runs, read_wandb_rows, wandb_installed
 
 
 def own_service():
@@ -259,3 +260,22 @@ def test_sync_of_a_folder_that_is_no_run_says_so(tmp_path):
     with pytest.raises(TrackingError, match="not a run directory"):
         sync(tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.report("wandb/wandb#10580")
+def test_a_folder_of_runs_named_wandb_is_not_the_package(tmp_path, monkeypatch):
+    """Python finds any folder of that name in the working directory as a package without an __init__."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    importlib.invalidate_caches()
+    assert importlib.util.find_spec("wandb") is not None and not wandb_installed()
+    assert resolve_mode("auto") == "jsonl"
+    with pytest.raises(TrackingError, match="not installed"):
+        resolve_mode("wandb")
+
+
+def test_a_damaged_tracking_file_is_named(tmp_path):
+    (tmp_path / "tracking.json").write_text('{"mode":')
+    with pytest.raises(TrackingError, match="tracking.json cannot be read .*remove it"):
+        Tracker(tmp_path)

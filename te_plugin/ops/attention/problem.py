@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +12,20 @@ MASK_CODE = {name: code for code, name in enumerate(MASKS)}
 DQ_ACCUMULATIONS = ("fp32", "bf16")
 DQ_CODE = {name: code for code, name in enumerate(DQ_ACCUMULATIONS)}
 ATTENTION_PRECISIONS = ("bf16", "fp8")
+
+
+def checked_window(window, softmax_scale) -> tuple[int, int]:
+    """(left, right) of a call's window, -1 for no limit; ValueError for it or a softmax_scale that is none."""
+    if softmax_scale is not None and not 0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale={softmax_scale} must be positive and finite; None means 1/sqrt(D)")
+    if window is None:
+        return -1, -1
+    try:
+        left, right = (-1 if side is None else operator.index(side) for side in window)
+    except (TypeError, ValueError):
+        raise ValueError(f"window={window!r} must be (left, right), whole numbers of keys; None or -1 means no limit. A causal "
+                         f"window of W keys, the row's own included, is (W - 1, 0)") from None
+    return left, right
 
 
 @dataclass(frozen=True)
