@@ -184,6 +184,10 @@ class Scaling:
     feature_multiple: int = 16
     row_multiple: int = 16
 
+    def format(self, operand: str) -> Fp8Format:
+        """Of an operand: "activation", "weight" or "gradient"."""
+        return self.gradient_format if operand == "gradient" else self.forward_format
+
 
 SCALINGS = {
     "fp8_current": Scaling("fp8_current", gradient_format=E5M2),

@@ -110,6 +110,7 @@ class Kernel:
     "sm90"); for a kernel that exists in one framework only, `library` is None and the framework's layer knows the name.
     helpers: (library, function) pairs that a kernel calls beside its own code; without them it is not taken either.
     attributes(problem) are the static scalars passed after the tensors.
+    own_scratch(problem): an upper bound, in bytes, of what the library behind a kernel asks for at its launch, beside `buffers`.
     composite: written in framework maths, last in the order, and a fallback on a GPU.
     measured: where several measured kernels of an op can run a problem on a GPU, a Tuner may say which is faster.
     """
@@ -122,6 +123,7 @@ class Kernel:
     helpers: tuple[tuple[str, str], ...] = ()
     buffers: Callable[[Any], tuple[BufferSpec, ...]] = lambda problem: ()
     attributes: Callable[[Any], tuple[int | float, ...]] = lambda problem: ()
+    own_scratch: Callable[[Any], int] = lambda problem: 0
     composite: bool = False
     measured: bool = False
     describe_layout: Callable[[Any], str] = lambda problem: ""
@@ -170,7 +172,7 @@ class Plan:
 
     @property
     def scratch_bytes(self) -> int:
-        return sum(spec.nbytes for spec in self.buffers)
+        return sum(spec.nbytes for spec in self.buffers) + self.kernel.own_scratch(self.problem)
 
     def explain(self) -> str:
         """A few lines for people: the choice, the scratch, every rejected kernel with its reason."""
@@ -180,6 +182,8 @@ class Plan:
         for spec in self.buffers:
             lines.append(f"  scratch {spec.stage}/{spec.name} {list(spec.shape)} {spec.dtype} strides {spec.strides} "
                          f"{spec.nbytes} bytes{' zeroed' if spec.zeroed else ''}")
+        if own := self.kernel.own_scratch(self.problem):
+            lines.append(f"  scratch of its library, at most {own} bytes")
         lines += [f"  rejected {name}: {reason}" for name, reason in self.rejected]
         return "\n".join(lines)
 

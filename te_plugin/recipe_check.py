@@ -227,23 +227,23 @@ def _fused(cfg, label, kernel, problem, rng, device) -> Iterator[Row]:
     from te_plugin.torch.fused_quantize import dswiglu_quantize, fused_options, norm_quantize, swiglu_quantize
     from te_plugin.torch.quantize import QuantizeOptions
 
-    draw = _Draw(problem.dtype, rng, device)
-    shape = problem.rows, problem.columns
-    cast = QuantizeOptions(problem.format, problem.granularity, problem.pow2_scale, problem.transpose, problem.delayed)
-    scale = torch.full((1,), 20.0, device=device) if problem.delayed else None
+    cast = problem.cast
+    draw, rows = _Draw(cast.dtype, rng, device), cast.rows
+    scale = torch.full((1,), 20.0, device=device) if cast.delayed else None
     if problem.op == "norm_quantize":
-        x, w = draw(*shape), draw(problem.columns)
+        x, w = draw(rows, cast.columns), draw(cast.columns)
         run = lambda options: norm_quantize(x, w, options, scale)[0]
     elif problem.gradient:
-        dy, x = draw(*shape), draw(problem.rows, 2 * problem.columns)
+        dy, x = draw(rows, problem.columns), draw(rows, 2 * problem.columns)
         run = lambda options: dswiglu_quantize(dy, x, options, scale)
     else:
-        x = draw(problem.rows, 2 * problem.columns)
+        x = draw(rows, 2 * problem.columns)
         run = lambda options: swiglu_quantize(x, options, scale)
-    got, want = (run(fused_options(cast, getattr(problem, "eps", 1e-5), name, cfg.run.fallback)) for name in (kernel, SEPARATE))
+    alone = QuantizeOptions(cast.format, cast.granularity, cast.pow2_scale, cast.transpose, cast.delayed)
+    got, want = (run(fused_options(alone, getattr(problem, "eps", 1e-5), name, cfg.run.fallback)) for name in (kernel, SEPARATE))
     for output in ("data", "data_t", "scale_inv"):
         codes = [getattr(made, output).float() for made in (got, want)]
-        yield _row(label, kernel, output, f"{problem.rows} rows", _f64(codes[0]), _f64(codes[1]), 0.0)
+        yield _row(label, kernel, output, f"{rows} rows", _f64(codes[0]), _f64(codes[1]), 0.0)
 
 
 _POINTWISE = {"norm": _norm, "activation": _swiglu, "rope": _rope, "loss": _loss, "norm_quantize": _fused,

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 from te_plugin import numerics
@@ -54,9 +55,9 @@ def cases() -> list[tuple[str, object]]:
               for granularity, says in names.items()]
     found.append(("given scale (delayed)", QuantizeProblem(tokens, hidden, transpose=True, delayed=True)))
     found.append(("FNUZ formats", QuantizeProblem(tokens, hidden, format="e4m3_fnuz", transpose=True)))
-    weights = ((2 * ffn, hidden, 32), (hidden, ffn, 32))
-    found += [("all weights of a model, E4M3", QuantizeManyProblem(weights, transpose=True)),
-              ("all weights of a model, FNUZ formats", QuantizeManyProblem(weights, format="e4m3_fnuz", transpose=True))]
+    for says, fmt in (("E4M3", "e4m3"), ("FNUZ formats", "e4m3_fnuz")):
+        layer = [QuantizeProblem(*shape, format=fmt, transpose=True) for shape in ((2 * ffn, hidden), (hidden, ffn))]
+        found.append((f"all weights of a model, {says}", QuantizeManyProblem.of(32 * layer)))
     found += [("BF16", GemmProblem(tokens, ffn, hidden)),
               ("FP32", GemmProblem(tokens, ffn, hidden, "fp32", "fp32", out_dtype="fp32"))]
     for name, kind in numerics.SCALINGS.items():
@@ -66,17 +67,19 @@ def cases() -> list[tuple[str, object]]:
     main_grad = GemmProblem(ffn, hidden, tokens, "e5m2", "e4m3", "tensor", "tensor", "fp32", accumulate=True)
     found.append(("FP8 into an FP32 main_grad", main_grad))
     found += [(name, GroupedGemmProblem(tokens, ffn, hidden, 8, precision=name)) for name in ("bf16", *numerics.SCALINGS)]
+    cast = functools.partial(QuantizeProblem, tokens, transpose=True)
+    split = functools.partial(QkvRopeProblem, tokens, heads, kv_heads, 128)
     found += [("RMSNorm", NormProblem(tokens, hidden)), ("SwiGLU", ActivationProblem(tokens, ffn)),
-              ("RMSNorm, FP8 output", NormQuantizeProblem(tokens, hidden, transpose=True)),
-              ("RMSNorm, FP8 output from FP32", NormQuantizeProblem(tokens, hidden, "fp32", transpose=True)),
-              ("SwiGLU, FP8 output", ActivationQuantizeProblem(tokens, ffn, transpose=True)),
-              ("gradient of SwiGLU, FP8 output", ActivationQuantizeProblem(tokens, ffn, gradient=True, transpose=True)),
+              ("RMSNorm, FP8 output", NormQuantizeProblem(cast(hidden))),
+              ("RMSNorm, FP8 output from FP32", NormQuantizeProblem(cast(hidden, "fp32"))),
+              ("SwiGLU, FP8 output", ActivationQuantizeProblem(cast(ffn))),
+              ("gradient of SwiGLU, FP8 output", ActivationQuantizeProblem(cast(2 * ffn), gradient=True)),
               ("by positions", RopeProblem(tokens, heads, 128)),
-              ("split of QKV and RoPE", QkvRopeProblem(tokens, heads, kv_heads, 128)),
-              ("heads grouped by kv head", QkvRopeProblem(tokens, heads, kv_heads, 128, "grouped")),
-              ("split of QKV and RoPE, FP8 output", QkvRopeQuantizeProblem(tokens, heads, kv_heads, 128)),
-              ("given scales (delayed)", QkvRopeQuantizeProblem(tokens, heads, kv_heads, 128, delayed=True)),
-              ("FP8 output from FP32", QkvRopeQuantizeProblem(tokens, heads, kv_heads, 128, dtype="fp32")),
+              ("split of QKV and RoPE", split()),
+              ("heads grouped by kv head", split("grouped")),
+              ("split of QKV and RoPE, FP8 output", QkvRopeQuantizeProblem(split())),
+              ("given scales (delayed)", QkvRopeQuantizeProblem(split(), delayed=True)),
+              ("FP8 output from FP32", QkvRopeQuantizeProblem(split(dtype="fp32"))),
               ("cross-entropy, vocabulary 128,256", LossProblem(tokens, 128256))]
     return found
 

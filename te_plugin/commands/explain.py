@@ -40,9 +40,10 @@ def run(args: Namespace) -> int:
     cfg = compose(overrides, for_run=False, config_dir=args.config_dir)
     if args.processes is not None:
         validate(cfg, for_run=False, world_size=args.processes)
-    rows = report.plan_rows(cfg)
+    rows, processes = report.plan_rows(cfg), args.processes or cfg.parallel.tensor_parallel
     report.print_plan_table(cfg, rows, with_rejected=True)
-    _print_sizes(cfg, args.processes or cfg.parallel.tensor_parallel)
+    plans = [row.plan for row in rows if row.plan is not None]
+    _print_sizes(cfg, memory.estimate(cfg, plans, processes), processes)
     impossible = [row for row in rows if row.plan is None]
     if impossible:
         named = ", ".join(dict.fromkeys(row.problem.op for row in impossible))
@@ -55,10 +56,9 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _print_sizes(cfg: Config, processes: int) -> None:
+def _print_sizes(cfg: Config, kept: memory.MemoryEstimate, processes: int) -> None:
     schedule, tokens = cfg.schedule, cfg.schedule.global_rows * cfg.data.seq_len
     steps = schedule.tokens // tokens
-    kept = memory.estimate(cfg, processes)
     multiple = numerics.token_multiple(cfg.precision.name, cfg.parallel.tensor_parallel, cfg.parallel.context_parallel,
                                        cfg.parallel.sequence_parallel)
     micro = schedule.micro_rows * cfg.data.seq_len
@@ -74,6 +74,7 @@ def _print_sizes(cfg: Config, processes: int) -> None:
     table.add_row("parameters", f"{kept.parameters:,}")
     table.add_row("memory, estimated", f"{report.size(kept.total)} a process ({processes}): weights {report.size(kept.weights)}, "
                   f"gradients {report.size(kept.gradients)}, optimizer {report.size(kept.optimizer)}, "
-                  f"FP8 weight copies {report.size(kept.fp8_weights)}, activations {report.size(kept.activations)}")
+                  f"FP8 weight copies {report.size(kept.fp8_weights)}, activations {report.size(kept.activations)}, "
+                  f"scratch {report.size(kept.scratch)}")
     table.add_row("recipe hash", recipe_hash(cfg))
     report.console().print(table)

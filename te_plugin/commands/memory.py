@@ -5,15 +5,19 @@ Legend: h hidden size, H heads, G kv heads, D head dim, f ffn width, V vocabular
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from te_plugin import numerics
 from te_plugin.config import Config
+from te_plugin.plan import Plan
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one process. fp8_weights: the quantised copies that weight_cache=per_step keeps."""
+    """Bytes on one process. fp8_weights: the quantised copies that weight_cache=per_step keeps. scratch: of the launch that needs
+    most; launches follow each other.
+    """
 
     parameters: int
     weights: int
@@ -21,10 +25,11 @@ class MemoryEstimate:
     optimizer: int
     fp8_weights: int
     activations: int
+    scratch: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.fp8_weights + self.activations
+        return self.weights + self.gradients + self.optimizer + self.fp8_weights + self.activations + self.scratch
 
 
 def parameter_count(cfg: Config) -> tuple[int, int]:
@@ -41,8 +46,9 @@ def parameter_count(cfg: Config) -> tuple[int, int]:
     return linear + m.num_layers * (router + 2 * m.hidden_size) + m.hidden_size + embeddings, linear
 
 
-def estimate(cfg: Config, processes: int = 1) -> MemoryEstimate:
-    """Memory of one process; with parallel=fsdp2 weights, gradients and optimizer state are shared by `processes`."""
+def estimate(cfg: Config, plans: Iterable[Plan], processes: int = 1) -> MemoryEstimate:
+    """Memory of one process from the plans of its launches; with parallel=fsdp2 weights, gradients and optimizer state are shared
+    by `processes`."""
     total, linear = parameter_count(cfg)
     shards = processes if cfg.parallel.name == "fsdp2" else 1
     fp8 = numerics.scaling(cfg.precision.name) is not None
@@ -51,7 +57,8 @@ def estimate(cfg: Config, processes: int = 1) -> MemoryEstimate:
     copies = 2 if cfg.precision.keep_transpose else 1
     cached = linear * copies if fp8 and cfg.precision.weight_cache == "per_step" else 0
     return MemoryEstimate(parameters=total, weights=total * value // shards, gradients=total * 4 // shards,
-                          optimizer=total * (master + 8) // shards, fp8_weights=cached, activations=_activations(cfg, value, fp8))
+                          optimizer=total * (master + 8) // shards, fp8_weights=cached, activations=_activations(cfg, value, fp8),
+                          scratch=max((made.scratch_bytes for made in plans), default=0))
 
 
 def _activations(cfg: Config, value: int, fp8: bool) -> int:

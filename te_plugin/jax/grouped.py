@@ -60,9 +60,15 @@ def _run_wgrad(chosen: Plan, dy, x, group_sizes):
     return launch(chosen, "wgrad", [dw], [dy, x, group_sizes], (0,))[0]
 
 
-def _plain_rows(x, weight, group_sizes, stage: str, o: GroupedOptions):
-    m, (groups, n, k) = x.shape[0], weight.shape
-    return _run_rows(_plan(m, n, k, groups, dtype_name(x), stage, o), x, weight, group_sizes)
+def _plain_rows(x, weight, axis: int, group_sizes, stage: str, o: GroupedOptions):
+    """y[M,N]: rows x[M,K] of group e times weight[e], summed over dimension `axis` of weight[E,N,K] (2) or weight[E,K,N] (1)."""
+    m, k, n, groups = *x.shape, weight.shape[3 - axis], weight.shape[0]
+    chosen = _plan(m, n, k, groups, dtype_name(x), stage, o)
+    if axis == 2:
+        return _run_rows(chosen, x, weight, group_sizes)
+    if "dgrad" not in chosen.kernel.entry_points:
+        return _run_rows(chosen, x, jnp.swapaxes(weight, 1, 2), group_sizes)
+    return launch(chosen, "dgrad", [jax.ShapeDtypeStruct((m, n), x.dtype)], [x, weight, group_sizes])[0]
 
 
 def _scaled_rows(a, scale_a, b, scale_b, group_sizes, out_dtype, stage: str, o: GroupedOptions):
@@ -96,7 +102,7 @@ def _scaled_wgrad(dy_t, scale_dy, x_t, scale_x, group_sizes, out_dtype, o: Group
 
 def _quantize(x, operand: str, o: GroupedOptions, transpose: bool = True) -> QuantizedArray:
     kind = numerics.scaling(o.precision)
-    fmt = kind.gradient_format if operand == "gradient" else kind.forward_format
+    fmt = kind.format(operand)
     return quantize(
         x, fmt.name, getattr(kind, operand), pow2_scale=o.pow2_scale, transpose=transpose, fallback=o.fallback
     )
@@ -123,20 +129,23 @@ def _only_groups(x, group_sizes):
 # ---- plain ----
 
 
+def _k_axis(layout: str) -> int:
+    """The dimension of a weight that holds K."""
+    return 2 if layout == "nk" else 1
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _plain(x, weight, group_sizes, o: GroupedOptions):
     return _plain_forward(x, weight, group_sizes, o)[0]
 
 
 def _plain_forward(x, weight, group_sizes, o: GroupedOptions):
-    by_k = weight if o.layout == "nk" else jnp.swapaxes(weight, 1, 2)
-    return _plain_rows(x, by_k, group_sizes, "forward", o), (x, weight, group_sizes)
+    return _plain_rows(x, weight, _k_axis(o.layout), group_sizes, "forward", o), (x, weight, group_sizes)
 
 
 def _plain_backward(o: GroupedOptions, saved, dy):
     x, weight, group_sizes = saved
-    by_n = jnp.swapaxes(weight, 1, 2) if o.layout == "nk" else weight
-    dx = _plain_rows(dy, by_n, group_sizes, "dgrad", o)
+    dx = _plain_rows(dy, weight, 3 - _k_axis(o.layout), group_sizes, "dgrad", o)
     left, right = (dy, x) if o.layout == "nk" else (x, dy)
     chosen = _plan(x.shape[0], left.shape[1], right.shape[1], weight.shape[0], dtype_name(x), "wgrad", o)
     return dx, _run_wgrad(chosen, left, right, group_sizes).astype(weight.dtype), None
@@ -194,7 +203,7 @@ def grouped_linear(
         raise ValueError(f"layout={layout!r} is not one of {', '.join(LAYOUTS)}")
     if precision not in PRECISIONS:
         raise ValueError(f"grouped_linear in JAX computes in {', '.join(PRECISIONS)}, not in {precision}")
-    k_axis = 2 if layout == "nk" else 1
+    k_axis = _k_axis(layout)
     if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[k_axis] or group_sizes.shape != weight.shape[:1]:
         raise ValueError(
             f"grouped_linear takes x[M,K], weight[E,{','.join(layout.upper())}], group_sizes[E]; got {x.shape}, "

@@ -69,12 +69,11 @@ def _fp8_linear(x, weight, scales, stats, o: LinearOptions):
 
 def _quantize(x, operand: str, scales, o: LinearOptions):
     kind = numerics.scaling(o.precision)
-    fmt = kind.gradient_format if operand == "gradient" else kind.forward_format
     granularity = getattr(kind, operand)
     scale = scales[OPERANDS.index(operand)].reshape(1) if kind.delayed else None
     return quantize(
         x,
-        fmt.name,
+        kind.format(operand).name,
         granularity,
         scale=scale,
         pow2_scale=o.pow2_scale and not kind.delayed,

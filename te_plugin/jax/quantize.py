@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from te_plugin import numerics
 from te_plugin.jax.call import dtype_name, launch, shape_of, target_of_backend
 from te_plugin.jax.sharding import partitioned, split_axes
-from te_plugin.ops.quantize.problem import QuantizeProblem, scale_shape
+from te_plugin.ops.quantize.problem import QuantizeProblem, check_granularity, scale_shape
 from te_plugin.plan import plan
 
 
@@ -68,7 +68,8 @@ def expand_scale(scale_inv, shape: tuple[int, int], granularity: str):
 
 
 def dequantize(data, scale_inv, granularity: str, dtype=jnp.float32):
-    """data[R,C] * scale_inv in FP32, rounded once to `dtype`."""
+    """data[R,C] * scale_inv in FP32, rounded once to `dtype`. ValueError for an unknown granularity."""
+    check_granularity(granularity)
     return (data.astype(jnp.float32) * expand_scale(scale_inv, data.shape, granularity)).astype(dtype)
 
 

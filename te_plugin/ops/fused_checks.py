@@ -7,27 +7,29 @@ from __future__ import annotations
 
 from te_plugin import numerics
 from te_plugin.ops.checks import first_reason, wrong_arch, wrong_dtype
+from te_plugin.ops.quantize.problem import QuantizeProblem
 from te_plugin.plan import Kernel, PlanError, Supported, Target, Unsupported, plan, registered
 
 SEPARATE = "separate"
 
 
-def sm90_reason(problem, target: Target) -> str | None:
-    """Limits that the fused kernels of csrc/sm90/fused.cu have in common."""
+def sm90_reason(cast: QuantizeProblem, columns: int, target: Target) -> str | None:
+    """Limits that the fused kernels of csrc/sm90/fused.cu have in common. columns: of the op before the cast."""
     return first_reason(
         wrong_arch(target, "sm90"),
         "is wired for torch only" if target.framework == "jax" else None,
-        wrong_dtype(problem.dtype, "bf16"),
-        f"writes the OCP formats e4m3 and e5m2, not {problem.format}" if problem.format not in ("e4m3", "e5m2") else None,
-        f"writes e5m2 with one scale a tensor only, not per {problem.granularity}"
-        if problem.format == "e5m2" and problem.granularity != "tensor" else None,
-        f"{problem.columns} columns are not a multiple of 8" if problem.columns % 8 else None,
+        wrong_dtype(cast.dtype, "bf16"),
+        f"writes the OCP formats e4m3 and e5m2, not {cast.format}" if cast.format not in ("e4m3", "e5m2") else None,
+        f"writes e5m2 with one scale a tensor only, not per {cast.granularity}"
+        if cast.format == "e5m2" and cast.granularity != "tensor" else None,
+        f"{columns} columns are not a multiple of 8" if columns % 8 else None,
     )
 
 
 def quantize_attributes(problem) -> tuple[int, ...]:
     """Granularity code, format code, pow2: what the fused functions take after the tensors."""
-    return (numerics.GRANULARITY_CODE[problem.granularity], numerics.FORMATS[problem.format].code, int(problem.pow2_scale))
+    cast = problem.cast
+    return (numerics.GRANULARITY_CODE[cast.granularity], numerics.FORMATS[cast.format].code, int(cast.pow2_scale))
 
 
 def separate_supports(problem, target: Target, fallback: str = "allow") -> Supported | Unsupported:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from te_plugin import numerics
 from te_plugin.ops.activation.problem import ActivationProblem
 from te_plugin.ops.activation_quantize.problem import ActivationQuantizeProblem
@@ -103,7 +105,7 @@ def problems_of(cfg) -> list[tuple[str, object]]:
         problems += linear_problems(name, tokens, n, k, dtype, cfg.precision.name, cfg.precision.pow2_scale,
                                     cfg.parallel.grad_accum_fusion, cfg.precision.forward_accumulation)
     if is_fused(cfg):
-        problems = [fused_casts(cfg, tokens).get(label, (label, problem)) for label, problem in problems]
+        problems = [fused_cast(cfg, label, problem) for label, problem in problems]
     if refreshes_weights(cfg):
         matrices = list(linears.values())
         if cfg.moe.num_experts:
@@ -126,29 +128,23 @@ def _fp8_layers(cfg) -> int:
 def weights_problem(cfg, matrices: list[tuple[int, int]]) -> QuantizeManyProblem:
     """The weights of all FP8 layers of a rank, from the (rows, columns) of one layer's."""
     kind, precision = numerics.scaling(cfg.precision.name), cfg.precision
-    return QuantizeManyProblem.of(matrices * _fp8_layers(cfg), run_dtype(cfg), kind.forward_format.name, kind.weight,
-                                  precision.pow2_scale and not kind.delayed, precision.keep_transpose, kind.delayed)
+    casts = (QuantizeProblem.of_operand(*matrix, run_dtype(cfg), kind, "weight", precision.pow2_scale, precision.keep_transpose)
+             for matrix in matrices * _fp8_layers(cfg))
+    return QuantizeManyProblem.of(casts)
 
 
-def fused_casts(cfg, tokens: int) -> dict[str, tuple[str, object]]:
-    """Quantisations that are fused with the op before them: the label they replace -> (label, problem)."""
-    kind, model, dtype = numerics.scaling(cfg.precision.name), cfg.model, run_dtype(cfg)
-    pow2 = cfg.precision.pow2_scale and not kind.delayed
-    forward = (kind.forward_format.name, kind.activation, pow2, True, kind.delayed)
-    backward = (kind.gradient_format.name, kind.gradient, pow2, True, kind.delayed)
-    found = {}
-    dense = cfg.moe.num_experts == 0
-    if not cfg.parallel.sequence_parallel:  # there the tokens are gathered between norm and quantisation
-        norm = NormQuantizeProblem(tokens, model.hidden_size, dtype, model.norm_eps, *forward)
-        for name in ("linear_qkv", "linear_fc1") if dense else ("linear_qkv",):
-            found[f"{name}.quantize_x"] = (f"{name}.norm_quantize_x", norm)
-    if dense:
-        ffn = model.ffn_hidden_size // cfg.parallel.tensor_parallel
-        found["linear_fc2.quantize_x"] = ("linear_fc2.swiglu_quantize_x",
-                                          ActivationQuantizeProblem(tokens, ffn, False, dtype, *forward))
-        found["linear_fc1.quantize_dy"] = ("linear_fc1.dswiglu_quantize_dy",
-                                           ActivationQuantizeProblem(tokens, ffn, True, dtype, *backward))
-    return found
+def fused_cast(cfg, label: str, problem) -> tuple[str, object]:
+    """(label, problem), or those of the fused launch that replaces a quantisation and the op before it."""
+    layer, _, launch = label.rpartition(".")
+    if label in ("linear_qkv.quantize_x", "linear_fc1.quantize_x"):
+        if cfg.parallel.sequence_parallel:  # the tokens are gathered between norm and quantisation
+            return label, problem
+        return f"{layer}.norm_{launch}", NormQuantizeProblem(problem, cfg.model.norm_eps)
+    if label == "linear_fc2.quantize_x":
+        return f"{layer}.swiglu_{launch}", ActivationQuantizeProblem(problem)
+    if label == "linear_fc1.quantize_dy":
+        return f"{layer}.dswiglu_{launch}", ActivationQuantizeProblem(problem, gradient=True)
+    return label, problem
 
 
 def parts_of(label: str, made: Plan) -> list[tuple[str, object]]:
@@ -200,15 +196,13 @@ def _kn_linear_problems(name: str, m: int, n: int, k: int, dtype: str, precision
     kind = numerics.scaling(precision.name)
     if kind is None:
         return linear_problems(name, m, n, k, dtype, precision.name)
-    fwd, grad, delayed = kind.forward_format.name, kind.gradient_format.name, kind.delayed
-    cast = lambda rows, columns, fmt, granularity: QuantizeProblem(  # noqa: E731
-        rows, columns, dtype, fmt, granularity, precision.pow2_scale and not delayed, granularity not in ("tensor",
-                                                                                                          "block_128x128"),
-        delayed)
+    fwd, grad = kind.forward_format.name, kind.gradient_format.name
+    cast = lambda rows, columns, operand: QuantizeProblem.of_operand(  # noqa: E731
+        rows, columns, dtype, kind, operand, precision.pow2_scale, getattr(kind, operand) not in ("tensor", "block_128x128"))
     return [
-        (f"{name}.quantize_x", cast(m, k, fwd, kind.activation)),
-        (f"{name}.quantize_w", cast(k, n, fwd, kind.weight)),
-        (f"{name}.quantize_dy", cast(m, n, grad, kind.gradient)),
+        (f"{name}.quantize_x", cast(m, k, "activation")),
+        (f"{name}.quantize_w", cast(k, n, "weight")),
+        (f"{name}.quantize_dy", cast(m, n, "gradient")),
         (f"{name}.forward", GemmProblem(m, n, k, fwd, fwd, kind.activation, kind.weight, dtype)),
         (f"{name}.dgrad", GemmProblem(m, k, n, grad, fwd, kind.gradient, kind.weight, dtype)),
         # The gradient's format, where it is one of its own (E5M2), is a kernel's first operand; the product is turned then.
@@ -229,12 +223,12 @@ def linear_problems(name: str, m: int, n: int, k: int, dtype: str, precision: st
             (f"{name}.wgrad", GemmProblem(n, k, m, dtype, dtype, None, None, wgrad_dtype, accumulate)),
         ]
     fwd, grad = kind.forward_format.name, kind.gradient_format.name
-    cast = lambda rows, columns, fmt, granularity: QuantizeProblem(  # noqa: E731
-        rows, columns, dtype, fmt, granularity, pow2 and not kind.delayed, True, kind.delayed)
+    cast = lambda rows, columns, operand: QuantizeProblem.of_operand(  # noqa: E731
+        rows, columns, dtype, kind, operand, pow2, transpose=True)
     return [
-        (f"{name}.quantize_x", cast(m, k, fwd, kind.activation)),
-        (f"{name}.quantize_w", cast(n, k, fwd, kind.weight)),
-        (f"{name}.quantize_dy", cast(m, n, grad, kind.gradient)),
+        (f"{name}.quantize_x", cast(m, k, "activation")),
+        (f"{name}.quantize_w", cast(n, k, "weight")),
+        (f"{name}.quantize_dy", cast(m, n, "gradient")),
         (f"{name}.forward", GemmProblem(m, n, k, fwd, fwd, kind.activation, kind.weight, dtype,
                                         accumulation=forward_accumulation)),
         (f"{name}.dgrad", GemmProblem(m, k, n, grad, fwd, kind.gradient, kind.weight, dtype)),
@@ -254,17 +248,16 @@ def expert_problems(name: str, rows: int, n: int, k: int, experts: int, dtype: s
     kind = numerics.scaling(precision.name)
     if kind is None:
         return products
-    cast = lambda r, c, fmt, granularity, transpose=True: QuantizeProblem(  # noqa: E731
-        r, c, dtype, fmt, granularity, precision.pow2_scale, transpose)
-    fwd, grad = kind.forward_format.name, kind.gradient_format.name
+    cast = lambda r, c, operand, transpose=True: QuantizeProblem.of_operand(  # noqa: E731
+        r, c, dtype, kind, operand, precision.pow2_scale, transpose)
     if one_by_one or n * k >= LARGE_EXPERT:
-        weight = cast(n, k, fwd, kind.weight)
+        weight = cast(n, k, "weight")
     elif kind.weight == "tensor":
-        weight = cast(experts, n * k, fwd, "row", False)  # an expert is one row
+        weight = replace(cast(experts, n * k, "weight", transpose=False), granularity="row")  # an expert is one row
     else:
-        weight = cast(experts * n, k, fwd, kind.weight, False)
-    return [(f"{name}.quantize_x", cast(rows, k, fwd, kind.activation)), (f"{name}.quantize_w", weight),
-            (f"{name}.quantize_dy", cast(rows, n, grad, kind.gradient)), *products]
+        weight = cast(experts * n, k, "weight", transpose=False)
+    return [(f"{name}.quantize_x", cast(rows, k, "activation")), (f"{name}.quantize_w", weight),
+            (f"{name}.quantize_dy", cast(rows, n, "gradient")), *products]
 
 
 def plan_run(cfg, target: Target | str | None = None) -> dict[str, Plan]:

@@ -45,7 +45,7 @@ def operand(x, role: str, precision: str, pow2: bool = False, scales: dict[str, 
     kind = numerics.scaling(precision)
     if kind is None:
         return np.asarray(x).astype(np.float64)
-    fmt = kind.gradient_format if role == "gradient" else kind.forward_format
+    fmt = kind.format(role)
     if kind.delayed:
         if scales is None:
             raise ValueError(f"{precision} takes its scales from the state: pass scales={{'{role}': ...}}")

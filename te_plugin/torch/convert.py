@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from te_plugin import numerics
 from te_plugin.ops.linear_checks import check_accumulation, check_features
-from te_plugin.torch.modules import Linear, RMSNorm
+from te_plugin.torch.modules import Linear, RMSNorm, make_state
 
 OUTPUT_LAYERS = ("lm_head", "*.lm_head", "output_layer", "*.output_layer")
 
@@ -43,7 +42,7 @@ def convert(model: nn.Module, precision: str = "fp8_current", *, skip: tuple[str
     *RMSNorm. forward_accumulation, state_options: as in te_plugin.torch.Linear. Raises ValueError when nothing at all could be
     converted.
     """
-    numerics.scaling(precision)
+    make_state(precision, state_options)  # refuses wrong options also where no Linear is found to take them
     check_accumulation(forward_accumulation, precision)
     report = ConvertReport(precision)
     shared = _shared_parameters(model)
@@ -96,7 +95,7 @@ def _replacement(name, child, precision, skip, norms, shared, forward_accumulati
                   forward_accumulation=forward_accumulation, kernel=kernel, fallback=fallback, **state_options)
     if made.state is not None:
         # Built on "meta" to allocate no weight; the few numbers of the FP8 state live where the weight lives.
-        made.state = type(made.state)(precision, device=child.weight.device, **state_options)
+        made.state = make_state(precision, state_options, child.weight.device)
     made.weight, made.bias = child.weight, child.bias
     return made, ""
 

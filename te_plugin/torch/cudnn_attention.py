@@ -1,9 +1,11 @@
 """cuDNN's packed attention (BF16, FP16), through NVIDIA's cudnn-frontend.
 
-A cuDNN graph is built once for every set of shapes and strides and kept. Segment lists stay on the device: `segment_offsets`
-makes of them the lengths and element offsets that the graph reads. cuDNN neither reads nor writes rows outside segments, and
-`fill_outside` zeroes them. Lists that reach outside the tensors are run as empty segments (log-sum-exp -inf) and make the output
-and every gradient NaN, because reading them on the host would stop the GPU.
+A cuDNN graph is built once for every set of shapes and strides and kept. Its number of rows is rounded up (graph_rows), so that a
+graph serves many numbers of tokens: NVIDIA documents it as a bound on the length of a segment, which may exceed the rows of a
+ragged tensor (docs/operations/Attention.md of cudnn-frontend: 5 tokens, S = 8). Addresses come from offsets and lengths alone.
+Segment lists stay on the device: `segment_offsets` makes of them the lengths and element offsets that the graph reads. cuDNN
+neither reads nor writes rows outside segments, and `fill_outside` zeroes them. Lists that reach outside the tensors are run as
+empty segments (log-sum-exp -inf) and make the output and every gradient NaN, because reading them on the host would stop the GPU.
 """
 
 from __future__ import annotations
@@ -16,10 +18,9 @@ from enum import IntEnum
 import torch
 
 from te_plugin import ffi
+from te_plugin.ops.attention.cudnn import graph_rows
 from te_plugin.plan import Plan
 from te_plugin.torch.call import addressable, empty
-
-SMALLEST_ROWS = 64  # cuDNN refuses a graph whose longest segment is one row
 
 
 class Uid(IntEnum):
@@ -32,7 +33,9 @@ class Uid(IntEnum):
 
 @dataclass(frozen=True)
 class Shape:
-    """What a graph depends on. q, k, v: their strides (row, head) in elements; every other tensor is contiguous."""
+    """What a graph depends on. rows: at least those of the tensors. q, k, v: their strides (row, head) in elements; every other
+    tensor is contiguous.
+    """
 
     device: int
     segments: int
@@ -82,7 +85,6 @@ class _Builder:
         self.dtype = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[shape.dtype]
         self.graph = cudnn.pygraph(io_data_type=self.dtype, intermediate_data_type=cudnn.data_type.FLOAT,
                                    compute_data_type=cudnn.data_type.FLOAT, handle=_handles.get(shape.device))
-        self.longest_q, self.longest_kv = max(shape.rows_q, SMALLEST_ROWS), max(shape.rows_kv, SMALLEST_ROWS)
         lengths = [self._list(uid, shape.segments, cudnn.data_type.INT32) for uid in (Uid.LENGTHS_Q, Uid.LENGTHS_KV)]
         window = {} if shape.left < 0 else {"diagonal_band_left_bound": shape.left + 1}
         self.options = dict(attn_scale=shape.scale, use_padding_mask=True, seq_len_q=lengths[0], seq_len_kv=lengths[1],
@@ -93,8 +95,8 @@ class _Builder:
         return self.graph.tensor(dim=[entries, 1, 1, 1], stride=[1, 1, 1, 1], data_type=dtype, uid=int(uid), name=uid.name)
 
     def _sizes(self, heads: int, strides: tuple[int, int], of_q: bool) -> dict[str, list[int]]:
-        longest, (row, head) = self.longest_q if of_q else self.longest_kv, strides
-        return {"dim": [self.shape.segments, heads, longest, self.shape.head_dim], "stride": [longest * row, head, row, 1]}
+        rows, (row, head) = self.shape.rows_q if of_q else self.shape.rows_kv, strides
+        return {"dim": [self.shape.segments, heads, rows, self.shape.head_dim], "stride": [rows * row, head, row, 1]}
 
     def input(self, uid: Uid, offsets: Uid, heads: int, strides: tuple[int, int], of_q: bool = True):
         return self.graph.tensor(**self._sizes(heads, strides, of_q), ragged_offset=self.offsets(offsets), data_type=self.dtype,
@@ -108,8 +110,8 @@ class _Builder:
     @property
     def stats_sizes(self) -> dict[str, list[int]]:
         """Log-sum-exp as [T, H]: the backward ignores any other strides."""
-        heads = self.shape.heads
-        return {"dim": [self.shape.segments, heads, self.longest_q, 1], "stride": [heads * self.longest_q, 1, heads, 1]}
+        heads, rows = self.shape.heads, self.shape.rows_q
+        return {"dim": [self.shape.segments, heads, rows, 1], "stride": [heads * rows, 1, heads, 1]}
 
     def operands(self):
         s = self.shape
@@ -152,7 +154,9 @@ def _backward_candidate(shape: Shape, **limits):
 
 @functools.lru_cache(maxsize=256)
 def _backward_graph(shape: Shape):
-    """The smaller of cuDNN's two layouts of its scratch: a slot of the longest length for each segment, or one for all rows."""
+    """The smaller of cuDNN's two layouts of its scratch: a slot of the longest length for each segment, or one for all rows.
+
+    A plan has an upper bound of it (backward_scratch)."""
     slots = _backward_candidate(shape)
     rows = _backward_candidate(shape, max_total_seq_len_q=shape.rows_q, max_total_seq_len_kv=shape.rows_kv)
     return min(slots, rows, key=lambda graph: graph.get_workspace_size())
@@ -170,13 +174,13 @@ class _Segments:
     pointers: dict[int, torch.Tensor]
 
     @classmethod
-    def make(cls, shape: Shape, cu_q, cu_kv, start_q, start_kv) -> _Segments:
+    def make(cls, shape: Shape, rows_q: int, rows_kv: int, cu_q, cu_kv, start_q, start_kv) -> _Segments:
         device = cu_q.device
         lengths = empty((2, shape.segments), torch.int32, device)
         offsets = empty((5, shape.segments + 1), torch.int64, device)
         valid = empty((1,), torch.int32, device)
         ffi.function("sm90", "segment_offsets")(
-            cu_q, start_q, cu_kv, start_kv, shape.rows_q, shape.rows_kv, (shape.q[0], shape.out[0], shape.heads),
+            cu_q, start_q, cu_kv, start_kv, rows_q, rows_kv, (shape.q[0], shape.out[0], shape.heads),
             (shape.k[0], shape.v[0]), 1, lengths, offsets, valid)
         names = (Uid.OFFSETS_Q, Uid.OFFSETS_OUT, Uid.OFFSETS_STATS, Uid.OFFSETS_K, Uid.OFFSETS_V)
         pointers = {int(uid): row for uid, row in zip(names, offsets, strict=True)}
@@ -195,8 +199,9 @@ class _Segments:
 def _shape(plan: Plan, q, k, v) -> Shape:
     problem = plan.problem
     strides = lambda x: (x.stride(0), x.stride(1))  # noqa: E731
-    return Shape(q.device.index, problem.segments, q.shape[0], k.shape[0], problem.heads, problem.kv_heads, problem.head_dim,
-                 q.dtype, problem.scale, problem.window[0], strides(q), strides(k), strides(v))
+    return Shape(q.device.index, problem.segments, graph_rows(q.shape[0]), graph_rows(k.shape[0]), problem.heads,
+                 problem.kv_heads, problem.head_dim, q.dtype, problem.scale, problem.window[0], strides(q), strides(k),
+                 strides(v))
 
 
 def _run(graph, tensors: dict[Uid, torch.Tensor], segments: _Segments, device: torch.device) -> None:
@@ -213,7 +218,7 @@ def forward(plan: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
     with torch.cuda.device(device):
         q, k, v = (addressable(x.contiguous() if 0 in x.stride() else x) for x in (q, k, v))  # heads that share memory (expand)
         shape = _shape(plan, q, k, v)
-        segments = _Segments.make(shape, cu_q, cu_k, start_q, start_k)
+        segments = _Segments.make(shape, q.shape[0], k.shape[0], cu_q, cu_k, start_q, start_k)
         if shape.segments and q.numel() and k.numel():
             tensors = {Uid.Q: q, Uid.K: k, Uid.V: v, Uid.OUT: out, Uid.STATS: stats}
             _run(_forward_graph(shape), tensors, segments, device)
@@ -232,7 +237,7 @@ def backward(plan: Plan, dout, q, k, v, out, lse, cu_q, cu_k, start_q, start_k):
     with torch.cuda.device(device):
         q, k, v, dout = (addressable(x.contiguous()) for x in (q, k, v, dout))
         shape = _shape(plan, q, k, v)
-        segments = _Segments.make(shape, cu_q, cu_k, start_q, start_k)
+        segments = _Segments.make(shape, q.shape[0], k.shape[0], cu_q, cu_k, start_q, start_k)
         if shape.segments and q.numel() and k.numel():
             tensors = {Uid.Q: q, Uid.K: k, Uid.V: v, Uid.OUT: out, Uid.STATS: lse.T.contiguous(), Uid.DOUT: dout, Uid.DQ: dq,
                        Uid.DK: dk, Uid.DV: dv}

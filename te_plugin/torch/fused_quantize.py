@@ -15,7 +15,6 @@ from te_plugin.ops.norm_quantize.problem import NormQuantizeProblem
 from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch import launches
 from te_plugin.torch.call import addressable, define, dtype_name, empty, is_direct, launch, target_of
-from te_plugin.torch.options import Options
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.pointwise import (
     PointwiseOptions,
@@ -28,17 +27,10 @@ from te_plugin.torch.quantize import QuantizedTensor, QuantizeOptions, as_op, as
 
 
 @dataclass(frozen=True)
-class FusedOptions(Options):
-    """The non-tensor arguments: RMSNorm's eps, how the result is quantised, and the choice of kernel."""
+class FusedOptions(QuantizeOptions):
+    """The non-tensor arguments: how the result is quantised, the choice of kernel, and RMSNorm's eps."""
 
-    format: str = "e4m3"
-    granularity: str = "tensor"
-    pow2_scale: bool = False
-    transpose: bool = False
-    delayed: bool = False
     eps: float = 1e-5
-    kernel: str = "auto"
-    fallback: str = "error"
 
     @property
     def cast(self) -> QuantizeOptions:
@@ -52,15 +44,14 @@ class FusedOptions(Options):
 @remember_unmeasured
 def _norm_plan(rows, columns, dtype, device, key) -> Plan:
     o = FusedOptions.from_key(key)
-    problem = NormQuantizeProblem(rows, columns, dtype, o.eps, o.format, o.granularity, o.pow2_scale, o.transpose, o.delayed)
+    problem = NormQuantizeProblem(o.problem(rows, columns, dtype), o.eps)
     return plan(problem, target_of(device), o.kernel, o.fallback)
 
 
 @remember_unmeasured
 def _activation_plan(rows, columns, gradient, dtype, device, key) -> Plan:
     o = FusedOptions.from_key(key)
-    problem = ActivationQuantizeProblem(rows, columns, gradient, dtype, o.format, o.granularity, o.pow2_scale, o.transpose,
-                                        o.delayed)
+    problem = ActivationQuantizeProblem(o.problem(rows, columns, dtype), gradient)
     return plan(problem, target_of(device), o.kernel, o.fallback)
 
 
@@ -102,7 +93,7 @@ def _swiglu_quantize(x, scale, options: str):
 def _dswiglu_quantize(dy, x, scale, options: str):
     o = FusedOptions.from_key(options)
     rows, width = x.shape
-    chosen = _activation_plan(rows, width // 2, True, dtype_name(x), x.device, options)
+    chosen = _activation_plan(rows, width, True, dtype_name(x), x.device, options)
     if chosen.kernel.library is None:
         launches.record(chosen, "backward")
         return quantize_impl(swiglu_backward_impl(dy, x, o.op.key()), scale, o.cast.key())
@@ -136,8 +127,8 @@ define(f"dswiglu_quantize(Tensor dy, Tensor x, Tensor? scale, str options) -> ({
 
 def fused_options(cast: QuantizeOptions, eps: float = 1e-5, kernel: str = "auto", fallback: str = "error") -> FusedOptions:
     """The options of a fused cast from those of the cast alone."""
-    return options_of(FusedOptions, cast.format, cast.granularity, cast.pow2_scale, cast.transpose, cast.delayed, eps, kernel,
-                      fallback)
+    return options_of(FusedOptions, cast.format, cast.granularity, cast.pow2_scale, cast.transpose, cast.delayed, kernel,
+                      fallback, eps)
 
 
 def _result(made, o: FusedOptions) -> QuantizedTensor:

@@ -14,7 +14,8 @@ from te_plugin.torch.grouped import refuse_delayed
 from te_plugin.torch.state import LinearState
 
 
-def _make_state(precision: str, options: dict, device=None) -> LinearState | None:
+def make_state(precision: str, options: dict, device=None) -> LinearState | None:
+    """The FP8 state of a layer with these state_options (see LinearState); ValueError for options that would do nothing."""
     if numerics.scaling(precision) is None:
         if options:
             raise ValueError(f"{', '.join(options)}: precision {precision} has no FP8 state, so these options do nothing")
@@ -52,7 +53,7 @@ class Linear(nn.Module):
         self.forward_accumulation = forward_accumulation
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
-        self.state = _make_state(precision, state_options, device)
+        self.state = make_state(precision, state_options, device)
         if self.weight.device.type != "meta":
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
@@ -77,7 +78,7 @@ class GroupedLinear(nn.Module):
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.precision, self.kernel, self.fallback = precision, kernel, fallback
         self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype))
-        self.state = _make_state(precision, state_options)
+        self.state = make_state(precision, state_options)
         if self.weight.device.type != "meta":
             for expert in self.weight:
                 nn.init.kaiming_uniform_(expert, a=math.sqrt(5))
@@ -130,7 +131,7 @@ class LayerNormLinear(nn.Module):
         self.layer_norm_weight = nn.Parameter(torch.ones(in_features, device=device, dtype=dtype))
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
-        self.state = _make_state(precision, state_options, device)
+        self.state = make_state(precision, state_options, device)
         if self.weight.device.type != "meta":
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 

@@ -244,13 +244,6 @@ def _normed(x, residual, norm_weight, o: NormLinearOptions) -> tuple[torch.Tenso
     return y if o.reduce_gradient is None else _ReduceGradient.apply(y, o.reduce_gradient), h
 
 
-def _inputs(x, residual, row_mask) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x and the residual as rows. Rows of zeros stay zeros under RMSNorm: masking before it is masking after it, and NaN there
-    is never read.
-    """
-    return masked_rows(x, row_mask).contiguous(), None if residual is None else masked_rows(residual, row_mask).contiguous()
-
-
 def _mask_inputs(x, residual, row_mask, o: NormLinearOptions) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x and the residual with zeros in masked rows, where they are seen in h."""
     if row_mask is None or not o.return_input:
@@ -262,6 +255,20 @@ def _linear(x, weight, bias, state, row_mask, o: LinearOptions) -> torch.Tensor:
     return linear(x, weight, bias, o.precision, state=state, row_mask=row_mask, pow2_scale=o.pow2_scale,
                   keep_transpose=o.keep_transpose, accumulate_main_grad=o.accumulate_main_grad,
                   forward_accumulation=o.forward_accumulation, kernel=o.kernel, fallback=o.fallback)
+
+
+def _fp8(function, x, residual, norm_weight, weights, states, bias, row_mask, o: NormLinearOptions):
+    """y, and h with o.return_input, in x's leading shape. A bias belongs to the last of the weights."""
+    for weight, state in zip(weights, states, strict=True):
+        check_call(weight, state, o.linear)
+    # Rows of zeros stay zeros under RMSNorm: masking before it is masking after it, and NaN there is never read.
+    rows, residual_rows = (None if t is None else masked_rows(t, row_mask).contiguous() for t in (x, residual))
+    made = apply(function, (rows, residual_rows, norm_weight, *weights), *states, o)
+    y, h = made if o.return_input else (made, None)
+    y = cut_rows(y, rows)
+    y = masked_rows(y if bias is None else y + bias, row_mask)  # so that no gradient comes back to the masked rows
+    y = y.view(*x.shape[:-1], y.shape[1])
+    return (y, cut_rows(h, rows).view(x.shape)) if o.return_input else y
 
 
 def layer_norm_linear(
@@ -300,14 +307,7 @@ def layer_norm_linear(
         y, h = _normed(x, residual, norm_weight, options)
         y = _linear(y, weight, bias, state, row_mask, options.linear)
         return (y, h) if options.return_input else y
-    check_call(weight, state, options.linear)
-    rows, residual_rows = _inputs(x, residual, row_mask)
-    y = apply(_Fp8NormLinear, (rows, residual_rows, norm_weight, weight), state, options)
-    y, h = y if options.return_input else (y, None)
-    y = cut_rows(y, rows)
-    y = masked_rows(y if bias is None else y + bias, row_mask)  # so that no gradient comes back to the masked rows
-    y = y.view(*x.shape[:-1], weight.shape[0])
-    return (y, cut_rows(h, rows).view(x.shape)) if options.return_input else y
+    return _fp8(_Fp8NormLinear, x, residual, norm_weight, (weight,), (state,), bias, row_mask, options)
 
 
 def gated_mlp(
@@ -348,10 +348,4 @@ def gated_mlp(
         pair = _linear(normed, fc1_weight, None, states[0], row_mask, options.linear)
         y = _linear(swiglu(pair, fallback=fallback), fc2_weight, None, states[1], row_mask, options.linear)
         return (y, h) if options.return_input else y
-    for weight, state in zip((fc1_weight, fc2_weight), states, strict=True):
-        check_call(weight, state, options.linear)
-    rows, residual_rows = _inputs(x, residual, row_mask)
-    y = apply(_Fp8MLP, (rows, residual_rows, norm_weight, fc1_weight, fc2_weight), *states, options)
-    y, h = y if options.return_input else (y, None)
-    y = masked_rows(cut_rows(y, rows), row_mask).view(*x.shape[:-1], fc2_weight.shape[0])
-    return (y, cut_rows(h, rows).view(x.shape)) if options.return_input else y
+    return _fp8(_Fp8MLP, x, residual, norm_weight, (fc1_weight, fc2_weight), states, None, row_mask, options)

@@ -40,6 +40,10 @@ class QkvRopeOptions(Options):
     kernel: str = "auto"
     fallback: str = "error"
 
+    def problem(self, tokens: int, head_dim: int, dtype: str) -> QkvRopeProblem:
+        """Of qkv[tokens, (heads + 2*kv_heads) * head_dim]."""
+        return QkvRopeProblem(tokens, self.heads, self.kv_heads, head_dim, self.layout, dtype)
+
 
 @dataclass(frozen=True)
 class QkvRopeQuantizeOptions(Options):
@@ -81,14 +85,13 @@ class QuantizedQkv:
 @remember_unmeasured
 def _plan(tokens: int, head_dim: int, dtype: str, device, key: str) -> Plan:
     o = QkvRopeOptions.from_key(key)
-    problem = QkvRopeProblem(tokens, o.heads, o.kv_heads, head_dim, o.layout, dtype)
-    return plan(problem, target_of(device), o.kernel, o.fallback)
+    return plan(o.problem(tokens, head_dim, dtype), target_of(device), o.kernel, o.fallback)
 
 
 @remember_unmeasured
 def _quantize_plan(tokens: int, head_dim: int, dtype: str, device, key: str) -> Plan:
     o = QkvRopeQuantizeOptions.from_key(key)
-    problem = QkvRopeQuantizeProblem(tokens, o.heads, o.kv_heads, head_dim, o.layout, dtype, o.format, o.pow2_scale, o.delayed)
+    problem = QkvRopeQuantizeProblem(o.op.problem(tokens, head_dim, dtype), o.format, o.pow2_scale, o.delayed)
     return plan(problem, target_of(device), o.kernel, o.fallback)
 
 

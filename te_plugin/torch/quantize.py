@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from te_plugin import numerics
-from te_plugin.ops.quantize.problem import LARGE_EXPERT, QuantizeProblem, scale_shape
+from te_plugin.ops.quantize.problem import LARGE_EXPERT, QuantizeProblem, check_format, check_granularity, scale_shape
 from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch.call import TORCH_DTYPE, define, dtype_name, empty, is_direct, launch, target_of
 from te_plugin.torch.options import Options
@@ -27,6 +27,10 @@ class QuantizeOptions(Options):
     delayed: bool = False
     kernel: str = "auto"
     fallback: str = "error"
+
+    def problem(self, rows: int, columns: int, dtype: str) -> QuantizeProblem:
+        """Of x[rows, columns]."""
+        return QuantizeProblem(rows, columns, dtype, self.format, self.granularity, self.pow2_scale, self.transpose, self.delayed)
 
 
 @dataclass
@@ -67,8 +71,7 @@ class QuantizedTensor:
 @remember_unmeasured
 def _plan(rows, columns, dtype, device, key) -> Plan:
     o = QuantizeOptions.from_key(key)
-    problem = QuantizeProblem(rows, columns, dtype, o.format, o.granularity, o.pow2_scale, o.transpose, o.delayed)
-    return plan(problem, target_of(device), o.kernel, o.fallback)
+    return plan(o.problem(rows, columns, dtype), target_of(device), o.kernel, o.fallback)
 
 
 def _specs(rows: int, columns: int, o: QuantizeOptions):
@@ -308,14 +311,14 @@ def quantize(
     """
     if x.dim() < 1:
         raise ValueError("quantize takes a tensor with at least one dimension, got a scalar")
+    check_format(dtype)
+    check_granularity(granularity)
     scale = None
     if amax is not None:
         if granularity != "tensor":
             raise ValueError(f"amax is a per-tensor statistic; granularity is {granularity!r}")
         scale = scale_from_amax(torch.as_tensor(amax, dtype=torch.float32, device=x.device).reshape(1),
                                 numerics.FORMATS[dtype], pow2_scale)
-    if dtype not in numerics.FORMATS or granularity not in numerics.GRANULARITIES:
-        QuantizeProblem(1, 1, "fp32", dtype, granularity)  # its ValueError names the wrong one
     pow2_scale = bool(pow2_scale) and amax is None
     options = options_of(QuantizeOptions, dtype, granularity, pow2_scale, bool(transpose), amax is not None, kernel, fallback)
     made = quantize_2d(x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1]), options, scale)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from te_plugin.ops.quantize.problem import check_format, check_granularity
 from te_plugin.ops.quantize_many.problem import QuantizeManyProblem
 from te_plugin.plan import plan, remember_unmeasured
 from te_plugin.torch import launches
@@ -30,7 +31,7 @@ def _prepared(shapes, dtype, device, key):
     """What a call needs besides its tensors: the plan, and shape and dtype of the copies of every tensor."""
     o = QuantizeOptions.from_key(key)
     matrices = [shape[-2:] for shape in shapes for _ in range(shape[0] if len(shape) == 3 else 1)]
-    problem = QuantizeManyProblem.of(matrices, dtype, o.format, o.granularity, o.pow2_scale, o.transpose, o.delayed)
+    problem = QuantizeManyProblem.of(o.problem(*matrix, dtype) for matrix in matrices)
     return plan(problem, target_of(device), o.kernel, o.fallback), [specs_of(shape, o)[:4] for shape in shapes]
 
 
@@ -115,6 +116,8 @@ def quantize_many(
     """
     tensors = [x.detach() for x in tensors]
     scales = None if scales is None else list(scales)
+    check_format(dtype)
+    check_granularity(granularity)
     _check(tensors, scales, granularity, pow2_scale)
     o = options_of(QuantizeOptions, dtype, granularity, bool(pow2_scale), bool(transpose), scales is not None, kernel, fallback)
     if not tensors:

@@ -46,7 +46,7 @@ class DelayedScaling(nn.Module):
         return self
 
     def format(self, operand: int) -> numerics.Fp8Format:
-        return self.scaling.gradient_format if operand == 2 else self.scaling.forward_format
+        return self.scaling.format(self.OPERANDS[operand])
 
     def cast_of(self, operand: str, transpose: bool) -> tuple[QuantizeOptions, torch.Tensor]:
         """How an operand is quantised in this step: the options and the given scale, FP32[1]."""
@@ -144,7 +144,9 @@ class LinearState(nn.Module):
         self._cached_is_noted = False
         self._advanced_for: tuple | None = None
         self._explicit_steps = False
+        # As far as the host knows: a traced graph calibrates on the device alone (`fresh`), and `advance` asks there.
         self._uncalibrated = set(DelayedScaling.OPERANDS) if kind.delayed else set()
+        self._was_traced = False
         # Whether the last training forward needed the transposed weight; None before the first one.
         self.keeps_transpose: bool | None = None
         self.weight_casts = 0
@@ -164,6 +166,10 @@ class LinearState(nn.Module):
         self._explicit_steps = True
         self.new_step()
         if self.delayed is not None:
+            if self._was_traced and self._uncalibrated:
+                # The next call is traced anew without the calibration, and with the fused casts that it kept out.
+                fresh = zip(DelayedScaling.OPERANDS, self.delayed.fresh.tolist(), strict=True)
+                self._uncalibrated &= {operand for operand, is_fresh in fresh if is_fresh}
             self.delayed.advance(group)
 
     def begin(self, weight: torch.Tensor) -> None:
@@ -171,7 +177,12 @@ class LinearState(nn.Module):
 
         Without gradients too: the forward that activation recompute repeats must see the scales that the repetition sees.
         """
-        if self.delayed is None or self._explicit_steps or torch.compiler.is_compiling():
+        if self.delayed is None:
+            return
+        if torch.compiler.is_compiling():
+            self._was_traced = True
+            return
+        if self._explicit_steps:
             return
         # Not by address: FSDP2 gathers a weight to another place for each microbatch.
         identity = (id(weight), weight._version, _optimizer_steps)
@@ -220,7 +231,9 @@ class LinearState(nn.Module):
         if record:
             self.keeps_transpose = transpose
         if self._lacks(weight, transpose):
-            self.keep_weight(weight, self.quantize(weight.detach(), "weight", transpose, record), record)
+            # A training forward without gradients is one that recompute repeats with them: cast once for both.
+            both = transpose or (self.training and bool(self.keeps_transpose))
+            self.keep_weight(weight, self.quantize(weight.detach(), "weight", both, record), record)
         elif record and not self._cached_is_noted:  # an evaluation made it, or refresh_weights
             self.note("weight", self._cached, True)
             self._cached_is_noted = True
@@ -259,8 +272,7 @@ class LinearState(nn.Module):
 
 def operand_options(kind: numerics.Scaling, operand: str, pow2: bool, transpose: bool) -> QuantizeOptions:
     """How a scaling quantises one operand of a linear layer."""
-    fmt = kind.gradient_format if operand == "gradient" else kind.forward_format
-    return options_of(QuantizeOptions, fmt.name, getattr(kind, operand), pow2, transpose)
+    return options_of(QuantizeOptions, kind.format(operand).name, getattr(kind, operand), pow2, transpose)
 
 
 _optimizer_steps = 0

@@ -77,10 +77,10 @@ def test_the_weights_of_all_layers_are_planned_together_where_a_run_does_so(over
     if count is None:
         assert "weights.quantize" not in problems
         return
-    shapes = problems["weights.quantize"].shapes
+    casts = problems["weights.quantize"].casts
     dense = {(problem.rows, problem.columns) for label, problem in problems.items() if label.endswith("quantize_w")}
-    assert {n for *_, n in shapes} == ({count, 4 * count} if "moe=tiny" in overrides else {count})
-    assert "moe=tiny" in overrides or {shape[:2] for shape in shapes} == dense
+    assert {n for _, n in casts} == ({count, 4 * count} if "moe=tiny" in overrides else {count})
+    assert "moe=tiny" in overrides or {(cast.rows, cast.columns) for cast, _ in casts} == dense
 
 
 def test_fast_accumulation_is_shown_for_the_forward_products_alone(explain):
@@ -145,17 +145,29 @@ def test_parameters_are_those_that_the_models_are_published_with(recipe, paramet
 
 def test_fsdp2_shares_weights_gradients_and_optimizer_state_and_not_activations():
     cfg = compose(["recipe=llama3_1_8b"], for_run=False)
-    one, eight = memory.estimate(cfg, 1), memory.estimate(cfg, 8)
+    one, eight = memory.estimate(cfg, (), 1), memory.estimate(cfg, (), 8)
     assert [getattr(one, name) // 8 for name in ("weights", "gradients", "optimizer")] == [
         getattr(eight, name) for name in ("weights", "gradients", "optimizer")]
     assert one.activations == eight.activations and one.fp8_weights == eight.fp8_weights
 
 
 def test_the_transposed_weight_copies_are_counted_when_they_are_kept():
-    kept = memory.estimate(compose([TINY], for_run=False))
-    rebuilt = memory.estimate(compose([TINY, "precision.keep_transpose=false"], for_run=False))
+    kept = memory.estimate(compose([TINY], for_run=False), ())
+    rebuilt = memory.estimate(compose([TINY, "precision.keep_transpose=false"], for_run=False), ())
     assert kept.fp8_weights == 2 * rebuilt.fp8_weights > 0
-    assert memory.estimate(compose([TINY, "precision=bf16"], for_run=False)).fp8_weights == 0
+    assert memory.estimate(compose([TINY, "precision=bf16"], for_run=False), ()).fp8_weights == 0
+
+
+@pytest.mark.parametrize("kernel,scratch", [("cudnn", 8192 * 32 * (54 * 128 + 4)), ("flash", 0)])
+def test_the_scratch_of_cudnn_is_shown_and_counted_once(explain, kernel, scratch):
+    overrides = ["recipe=llama3_1_8b", "target=sm90", f"attention.kernel={kernel}"]
+    _, out, _ = explain(*overrides)
+    cfg = compose([f"run.{text}" if text.startswith("target") else text for text in overrides], for_run=False)
+    assert cfg.schedule.micro_rows * cfg.data.seq_len == 8192
+    plans = [row.plan for row in report.plan_rows(cfg)]
+    with_scratch, without = memory.estimate(cfg, plans), memory.estimate(cfg, ())
+    assert with_scratch.scratch == with_scratch.total - without.total == scratch
+    assert f"scratch {report.size(scratch)}" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("labels,short", [

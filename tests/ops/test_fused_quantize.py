@@ -1,6 +1,6 @@
 """RMSNorm and SwiGLU with FP8 output: what the fused kernel refuses, and that it gives the bytes of the two separate kernels."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,14 +8,15 @@ import torch
 from te_plugin.numerics import GRANULARITIES
 from te_plugin.ops.activation_quantize.problem import ActivationQuantizeProblem
 from te_plugin.ops.norm_quantize.problem import NormQuantizeProblem
+from te_plugin.ops.quantize.problem import QuantizeProblem
 from te_plugin.plan import PlanError, Target, plan
 from te_plugin.torch.fused_quantize import FusedOptions, dswiglu_quantize, norm_quantize, swiglu_quantize
 from te_plugin.torch.pointwise import rms_norm, swiglu
 from te_plugin.torch.quantize import QuantizeOptions, quantize_2d
 
 TORCH_SM90 = Target("sm90", "torch")
-NORM, SWIGLU = NormQuantizeProblem(8192, 4096), ActivationQuantizeProblem(8192, 14336)
-GRADIENT = dataclasses.replace(SWIGLU, gradient=True)
+NORM, SWIGLU = NormQuantizeProblem(QuantizeProblem(8192, 4096)), ActivationQuantizeProblem(QuantizeProblem(8192, 14336))
+GRADIENT = ActivationQuantizeProblem(QuantizeProblem(8192, 2 * 14336), gradient=True)
 
 REFUSALS = [
     (NORM, "cpu", {}, "runs on sm90, not on cpu"),
@@ -25,13 +26,17 @@ REFUSALS = [
     (NORM, "sm90", {"columns": 4100}, "4100 columns are not a multiple of 8"),
     (NORM, "sm90", {"columns": 16392}, "holds a row in registers: at most 16384, not 16392"),
     (SWIGLU, "sm90", {"columns": 14340}, "14340 columns are not a multiple of 8"),
-    (GRADIENT, "sm90", {"columns": 14344}, "14344 columns are not a multiple of it"),
+    (GRADIENT, "sm90", {"columns": 2 * 14344}, "14344 columns are not a multiple of it"),
 ]
+
+
+def recast(problem, **change):
+    return replace(problem, cast=replace(problem.cast, **change))
 
 
 @pytest.mark.parametrize("problem,arch,change,reason", REFUSALS, ids=lambda value: str(value)[:40])
 def test_what_the_fused_kernel_cannot_take_is_said_and_goes_to_the_separate_kernels(problem, arch, change, reason):
-    problem = dataclasses.replace(problem, **change)
+    problem = recast(problem, **change)
     target = Target(arch, "torch")
     made = plan(problem, target)
     assert made.kernel.name == "separate" and not made.is_fallback
@@ -43,7 +48,7 @@ def test_what_the_fused_kernel_cannot_take_is_said_and_goes_to_the_separate_kern
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("problem", [NORM, SWIGLU, GRADIENT], ids=["norm", "swiglu", "dswiglu"])
 def test_hopper_takes_the_fused_kernel_for_every_granularity(problem, granularity):
-    made = plan(dataclasses.replace(problem, granularity=granularity, transpose=True), TORCH_SM90)
+    made = plan(recast(problem, granularity=granularity, transpose=True), TORCH_SM90)
     assert made.kernel.name == "sm90"
     assert dict(made.rejected)["separate"] == "sm90 comes first"
     stage = "backward" if problem.op == "activation_quantize" and problem.gradient else "forward"
@@ -58,14 +63,16 @@ def test_the_separate_kernels_are_named_and_jax_is_refused():
     with pytest.raises(PlanError, match=reason):
         plan(NORM, Target("sm100", "torch"))
     with pytest.raises(PlanError, match="sm90: writes the OCP formats e4m3 and e5m2, not e4m3_fnuz"):
-        plan(dataclasses.replace(NORM, format="e4m3_fnuz"), TORCH_SM90)
+        plan(recast(NORM, format="e4m3_fnuz"), TORCH_SM90)
 
 
-def test_unknown_formats_are_refused_when_the_problem_is_made():
+def test_what_makes_no_sense_is_refused_when_the_problem_is_made():
     with pytest.raises(ValueError, match="FP8 format 'e3m4' is not one of"):
-        NormQuantizeProblem(1, 8, format="e3m4")
+        recast(NORM, format="e3m4")
     with pytest.raises(ValueError, match="a given scale is per tensor"):
-        ActivationQuantizeProblem(1, 8, granularity="row", delayed=True)
+        recast(SWIGLU, granularity="row", delayed=True)
+    with pytest.raises(ValueError, match="eps=-1.0 must be finite"):
+        NormQuantizeProblem(NORM.cast, eps=-1.0)
 
 
 def draw(device, *shape, seed, dtype=torch.bfloat16):
@@ -130,7 +137,7 @@ def test_the_fused_kernels_give_the_bytes_of_the_separate_ones(cast, transpose):
         for kernel in ("auto", "separate"):
             for got, want in run_all("cuda", rows, columns, cast, transpose, kernel):
                 check_same_bytes(got, want)
-    assert plan(NormQuantizeProblem(130, 256, **cast), Target("sm90", "torch", local=True)).kernel.name == "sm90"
+    assert plan(NormQuantizeProblem(QuantizeProblem(130, 256, **cast)), Target("sm90", "torch", local=True)).kernel.name == "sm90"
 
 
 @pytest.mark.gpu

@@ -52,6 +52,8 @@ def test_quantise_is_bit_equal_to_the_oracle(granularity, fmt, rng):
         assert np.array_equal(np.asarray(scale_inv), want.scale_inv, equal_nan=granularity != "mx")
     values = tj.dequantize(made.data, made.scale_inv, granularity)
     np.testing.assert_array_equal(np.asarray(values), oracle.dequantize(row).astype(np.float32))
+    with pytest.raises(ValueError, match="'column' is not one of tensor, row"):
+        tj.dequantize(made.data, made.scale_inv, "column")
 
 
 @pytest.mark.parametrize("precision,dtype", [("fp32", "fp32"), ("bf16", "bf16"), *((p, "fp32") for p in SCALINGS)])

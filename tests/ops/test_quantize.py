@@ -230,6 +230,8 @@ def test_wrong_names_and_shapes_are_refused_with_what_is_known():
 
     with pytest.raises(ValueError, match="'e4m4' is not one of e4m3, e5m2"):
         quantize(torch.zeros(2, 2), "e4m4")
+    with pytest.raises(ValueError, match="'e4m4' is not one of e4m3, e5m2"):
+        quantize(torch.zeros(2, 2), "e4m4", amax=1.0)
     with pytest.raises(ValueError, match="'column' is not one of tensor, row"):
         quantize(torch.zeros(2, 2), "e4m3", "column")
     with pytest.raises(ValueError, match="per-tensor statistic"):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from te_plugin.numerics import GRANULARITIES
+from te_plugin.ops.quantize.problem import QuantizeProblem
 from te_plugin.ops.quantize_many.problem import QuantizeManyProblem
 from te_plugin.plan import PlanError, Target, plan
 from te_plugin.torch import quantize, quantize_many
@@ -123,6 +124,8 @@ REFUSALS = [
     (([X.int()],), {}, "dtype torch.int32 is not one of"),
     (([X], "e4m4"), {}, "'e4m4' is not one of e4m3"),
     (([X], "e4m3", "column"), {}, "'column' is not one of tensor, row"),
+    (([], "e4m4"), {}, "'e4m4' is not one of e4m3"),
+    (([], "e4m3", "column"), {}, "'column' is not one of tensor, row"),
     (([X], "e4m3", "row"), {"scales": [torch.ones(1)]}, "granularity is 'row'"),
     (([X],), {"scales": [torch.ones(1)], "pow2_scale": True}, "pow2_scale=True"),
     (([X, X],), {"scales": [torch.ones(1)]}, "1 scales for 2 tensors"),
@@ -144,7 +147,7 @@ def test_bad_input_is_refused_with_the_tensor_at_fault(arguments, options, messa
     ("cpu", {"format": "e4m3_fnuz"}, "separate", "runs on sm90, not on cpu"),
 ])  # fmt: skip
 def test_the_plan_says_which_kernel_and_why(arch, facts, kernel, reason):
-    problem = QuantizeManyProblem(((128, 256, 2), (256, 128, 7)), **facts)
+    problem = QuantizeManyProblem.of(QuantizeProblem(*shape, **facts) for shape in ((128, 256), (256, 128)))
     made = plan(problem, Target(arch, "torch"))
     assert made.kernel.name == kernel and not made.is_fallback
     assert reason is None or reason in dict(made.rejected)["sm90"]
@@ -155,5 +158,12 @@ def test_the_plan_says_which_kernel_and_why(arch, facts, kernel, reason):
 
 
 def test_a_problem_counts_shapes_whatever_their_order():
-    a, b = QuantizeManyProblem.of([(4, 8), (2, 2), (4, 8)]), QuantizeManyProblem.of([(2, 2), (4, 8), (4, 8)])
-    assert a == b and a.shapes == ((2, 2, 1), (4, 8, 2)) and [part.rows for _, part in a.parts()] == [2, 4]
+    small, large = QuantizeProblem(2, 2), QuantizeProblem(4, 8)
+    a, b = QuantizeManyProblem.of([large, small, large]), QuantizeManyProblem.of([small, large, large])
+    assert a == b and a.casts == ((small, 1), (large, 2)) and [part for _, part in a.parts()] == [small, large]
+
+
+@pytest.mark.parametrize("casts", [(), (QuantizeProblem(2, 2), QuantizeProblem(2, 2, granularity="row"))], ids=["none", "two"])
+def test_a_problem_is_one_way_to_quantise(casts):
+    with pytest.raises(ValueError, match="quantises one or more tensors in one way"):
+        QuantizeManyProblem.of(casts)

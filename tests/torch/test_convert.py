@@ -88,6 +88,12 @@ def test_nothing_to_convert_is_an_error_that_lists_the_reasons():
         tp.convert(nn.Sequential(nn.Linear(128, 128)), precision="fp9")
 
 
+@pytest.mark.parametrize("precision,options", [("bf16", {"weight_cache": False}), ("fp8_current", {"history_len": 4})])
+def test_options_are_checked_also_where_only_norms_are_converted(precision, options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        tp.convert(nn.Sequential(nn.RMSNorm(128)), precision, **options)
+
+
 def test_a_converted_model_loads_and_saves_plain_checkpoints():
     torch.manual_seed(0)
     plain = Block().state_dict()

@@ -1,4 +1,4 @@
-"""A forward under no_grad belongs to no step: it leaves no amax, no statistics and no transposed copy behind."""
+"""A forward under no_grad belongs to no step: it leaves no amax and no statistics behind, and in eval mode no transposed copy."""
 
 import pytest
 import torch

@@ -374,6 +374,7 @@ def test_one_compiled_graph_equals_eager(precision, kind):
         run = torch.compile(model, fullgraph=True, backend="aot_eager") if compile_it else model
         seen = []
         for step in range(2):
+            launches.reset()
             x = draw(ROWS, HIDDEN, seed=step).requires_grad_()
             y = run(x)
             y.backward(draw(*y.shape, seed=5))
@@ -383,6 +384,9 @@ def test_one_compiled_graph_equals_eager(precision, kind):
                 if state.delayed is not None:
                     seen += [state.delayed.history.clone(), state.delayed.scale.clone()]
         results.append([*seen, *(p.grad for p in model.parameters())])
+        fused = {row["op"] for row in launches.snapshot()} & {"norm_quantize", "activation_quantize"}
+        wanted = {"norm_quantize"} | ({"activation_quantize"} if kind == "mlp" else set())
+        assert fused == (wanted if precision != "bf16" else set())  # fp8_delayed: from the second step on
     check_equal(*results)
     torch._dynamo.reset()
 

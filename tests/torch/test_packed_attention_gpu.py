@@ -1,10 +1,15 @@
 """The packed attention kernels of a GPU beside the conformance suite: lists that lie, odd memory, CUDA graphs."""
 
+import importlib.util
+import math
+
 import pytest
 import torch
 
 import te_plugin.torch as tp
-from te_plugin.plan import PlanError
+from te_plugin.ops.attention.problem import AttentionProblem
+from te_plugin.plan import PlanError, Target, plan
+from te_plugin.torch import cudnn_attention
 
 pytestmark = pytest.mark.gpu
 HEADS, KV_HEADS, DIM = 4, 2, 64
@@ -89,6 +94,54 @@ def test_hardly_any_rows(kernel, cu, rows):
         torch.testing.assert_close(out, operands(rows)[2].repeat_interleave(HEADS // KV_HEADS, 1))
     else:
         assert not out.any()
+
+
+GUARD = 256
+
+
+def guarded(monkeypatch) -> list[torch.Tensor]:
+    """Lets cuDNN's outputs and scratch begin and end in rows of a known value; the list holds those rows of each."""
+    guards = []
+
+    def empty(shape, dtype, device):
+        values = math.prod(shape)
+        whole = torch.full((values * dtype.itemsize + 2 * GUARD,), 77, dtype=torch.uint8, device=device)
+        guards.extend((whole[:GUARD], whole[whole.numel() - GUARD:]))
+        return whole[GUARD:whole.numel() - GUARD].view(dtype).view(shape)
+
+    monkeypatch.setattr(cudnn_attention, "empty", empty)
+    return guards
+
+
+@pytest.mark.parametrize("rows,cu", [(1153, [0, 700, 1153]), (1153, [0, 1153]), (130, [0, 1, 129, 130]), (70, [0, 33, 70])])
+def test_a_graph_for_more_rows_touches_none_past_the_tensors(rows, cu, monkeypatch):
+    """Rows behind the operands are NaN, and memory around every output is watched."""
+    if importlib.util.find_spec("cudnn") is None:
+        pytest.skip("nvidia-cudnn-frontend is not installed")
+    want = gradients("cudnn", operands(rows), cu_seqlens_q=int32(cu))
+    longer = [torch.cat([x.detach(), torch.full_like(x[:1], float("nan")).expand(200, -1, -1)]) for x in operands(rows)]
+    guards = guarded(monkeypatch)
+    got = gradients("cudnn", [x[:rows].requires_grad_() for x in longer], cu_seqlens_q=int32(cu))
+    assert guards and all((guard == 77).all() for guard in guards)
+    assert torch.equal(got[0], want[0])
+    for one, other in zip(got[1:], want[1:], strict=True):  # dQ is added up in any order
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-8)
+
+
+def test_numbers_of_rows_that_are_close_share_a_graph_whose_scratch_is_within_the_plan():
+    if importlib.util.find_spec("cudnn") is None:
+        pytest.skip("nvidia-cudnn-frontend is not installed")
+    caches = (cudnn_attention._forward_graph, cudnn_attention._backward_graph)
+    before = [cache.cache_info().misses for cache in caches]
+    for rows in (1030, 1100, 1152):
+        gradients("cudnn", operands(rows), cu_seqlens_q=int32([0, 500, rows]))
+    assert [cache.cache_info().misses for cache in caches] == [misses + 1 for misses in before]
+    for segments, kv_heads in ((1, 8), (7, 8), (64, 4), (64, 2), (3, 1)):
+        problem = AttentionProblem(1000, 1000, segments, 8, kv_heads, 64)
+        made = plan(problem, Target("sm90", "torch", local=True), kernel="cudnn")
+        q, k = (torch.empty(1000, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (8, kv_heads))
+        graph = cudnn_attention._backward_graph(cudnn_attention._shape(made, q, k, k))
+        assert graph.get_workspace_size() <= made.scratch_bytes, problem
 
 
 def test_a_captured_call_reads_the_lists_again_when_it_is_replayed(kernel):

@@ -63,3 +63,20 @@ def test_recompute_sees_the_scales_of_the_forward_it_repeats():
             layer.weight.mul_(1.3)
         first, again = seen[-2:]
         assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("precision", ["fp8_current", "fp8_delayed", "fp8_rowwise"])
+def test_recompute_casts_a_weight_once_a_step(precision):
+    """The first forward of the reentrant kind needs no transposed copy, its repetition does; it is known from the step before."""
+    layer, casts = tp.LayerNormLinear(64, 64, precision=precision), []
+    for _ in range(3):
+        before = layer.state.weight_casts
+        for _ in range(2):
+            checkpoint(layer, torch.ones(16, 64, requires_grad=True), use_reentrant=True).sum().backward()
+        casts.append(layer.state.weight_casts - before)
+        tp.advance_scaling(layer)
+    assert casts == [2, 1, 1]
+    layer.eval()
+    with torch.no_grad():
+        layer(torch.ones(16, 64))
+    assert layer.state._cached.data_t is None

@@ -12,7 +12,7 @@ from te_plugin.plan import Kernel, Supported, Target, Unsupported, register
 def _sm90_supports(problem: ActivationQuantizeProblem, target: Target) -> Supported | Unsupported:
     straddles = problem.gradient and problem.columns % numerics.BLOCK
     reason = first_reason(
-        sm90_reason(problem, target),
+        sm90_reason(problem.cast, problem.columns, target),
         f"writes both halves of the gradient in blocks of {numerics.BLOCK}; {problem.columns} columns are not a multiple of it"
         if straddles else None,
     )

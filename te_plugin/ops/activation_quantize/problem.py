@@ -11,29 +11,21 @@ from te_plugin.ops.quantize.problem import QuantizeProblem
 
 @dataclass(frozen=True)
 class ActivationQuantizeProblem:
-    """Forward: x[rows, 2*columns] = [gate | up] -> silu(gate) * up [rows, columns], rounded to `dtype`, then quantised.
+    """SwiGLU as ActivationProblem says, rounded to the dtype of `cast`, then quantised as `cast` says.
 
-    gradient: dy[rows, columns] and x -> dx[rows, 2*columns], quantised. `format` and `granularity` are those of the result.
+    cast: of the result, which has [rows, F] values, and [rows, 2F] with gradient: dy[rows, F] and x[rows, 2F] -> dx[rows, 2F].
     """
 
     op: ClassVar[str] = "activation_quantize"
 
-    rows: int
-    columns: int
+    cast: QuantizeProblem
     gradient: bool = False
-    dtype: str = "bf16"
-    format: str = "e4m3"
-    granularity: str = "tensor"
-    pow2_scale: bool = False
-    transpose: bool = False
-    delayed: bool = False
 
-    def __post_init__(self):
-        self.parts()  # their ValueErrors name a wrong format or granularity
+    @property
+    def columns(self) -> int:
+        """F."""
+        return self.cast.columns // 2 if self.gradient else self.cast.columns
 
     def parts(self) -> tuple[tuple[str, ActivationProblem | QuantizeProblem], ...]:
         """(name, problem) of the two ops that this one joins."""
-        width = 2 * self.columns if self.gradient else self.columns
-        return (("activation", ActivationProblem(self.rows, self.columns, self.dtype)),
-                ("quantize", QuantizeProblem(self.rows, width, self.dtype, self.format, self.granularity, self.pow2_scale,
-                                             self.transpose, self.delayed)))
+        return ("activation", ActivationProblem(self.cast.rows, self.columns, self.cast.dtype)), ("quantize", self.cast)

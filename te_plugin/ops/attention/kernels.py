@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from te_plugin.ops.attention.cudnn import backward_scratch
 from te_plugin.ops.attention.problem import DQ_CODE, MASK_CODE, AttentionProblem
 from te_plugin.ops.checks import FLOAT_DTYPES, first_reason, wrong_arch, wrong_dtype
 from te_plugin.plan import BufferSpec, Kernel, Supported, Target, Unsupported, register
@@ -118,11 +119,12 @@ def _cudnn_supports(problem: AttentionProblem, target: Target) -> Supported | Un
         if target.local and importlib.util.find_spec("cudnn") is None else None,
     )
     return Unsupported(reason) if reason else Supported("cuDNN's packed kernels, from the extra te_plugin[cudnn]; "
-                                                            "scratch on top: what cuDNN asks for")
+                                                            "at most this scratch: it says how much when it builds a graph")
 
 
 CUDNN = register(Kernel(name="cudnn", op="attention", supports=_cudnn_supports, attributes=attributes,
-                        helpers=(("sm90", "segment_offsets"), ("sm90", "fill_outside")), describe_layout=describe_operands))
+                        helpers=(("sm90", "segment_offsets"), ("sm90", "fill_outside")), own_scratch=backward_scratch,
+                        describe_layout=describe_operands))
 
 
 def _packed_causal_reasons(problem: AttentionProblem) -> tuple[str | None, ...]:

@@ -1,8 +1,8 @@
 """The grouped GEMM kernels.
 
 Entry points: "forward" and "wgrad" take plain operands, "scaled" and "scaled_wgrad" FP8 operands with their scales. A kernel
-without the scaled ones is given dequantised operands, which its note says. "dgrad" takes the plain weight as the forward has it;
-a kernel without it is given a transposed copy.
+without the scaled ones is given dequantised operands, which its note says. "dgrad" sums over the second dimension of a plain
+weight: the gradient for a weight [E,N,K], the forward with a weight [E,K,N]. A kernel without it is given a transposed copy.
 """
 
 from __future__ import annotations

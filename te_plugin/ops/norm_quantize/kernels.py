@@ -10,9 +10,10 @@ from te_plugin.plan import Kernel, Supported, Target, Unsupported, register
 
 
 def _sm90_supports(problem: NormQuantizeProblem, target: Target) -> Supported | Unsupported:
+    columns = problem.cast.columns
     reason = first_reason(
-        sm90_reason(problem, target),
-        f"holds a row in registers: at most {MAX_COLUMNS}, not {problem.columns}" if problem.columns > MAX_COLUMNS else None,
+        sm90_reason(problem.cast, columns, target),
+        f"holds a row in registers: at most {MAX_COLUMNS}, not {columns}" if columns > MAX_COLUMNS else None,
     )
     return Unsupported(reason) if reason else Supported("fused: the normed tensor is never written in BF16")
 

@@ -14,15 +14,15 @@ VECTORS = 16  # both halves of a head are read eight values at a time
 
 def attributes(problem: QkvRopeQuantizeProblem) -> tuple[int, ...]:
     """Layout code, pow2: what the compiled function takes after the tensors."""
-    return (LAYOUT_CODE[problem.layout], int(problem.pow2_scale))
+    return (LAYOUT_CODE[problem.split.layout], int(problem.pow2_scale))
 
 
 def _sm90_supports(problem: QkvRopeQuantizeProblem, target: Target) -> Supported | Unsupported:
-    dim = problem.head_dim
+    dim = problem.split.head_dim
     reason = first_reason(
         wrong_arch(target, "sm90"),
         "is wired for torch only" if target.framework == "jax" else None,
-        wrong_dtype(problem.dtype, "bf16"),
+        wrong_dtype(problem.split.dtype, "bf16"),
         f"writes e4m3, not {problem.format}" if problem.format != "e4m3" else None,
         f"takes head_dim in multiples of {VECTORS}, not {dim}" if dim % VECTORS else None,
         f"takes head_dim up to {MAX_HEAD_DIM}, not {dim}" if dim > MAX_HEAD_DIM else None,

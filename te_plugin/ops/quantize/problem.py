@@ -30,12 +30,17 @@ class QuantizeProblem:
     delayed: bool = False
 
     def __post_init__(self):
-        if self.format not in numerics.FORMATS:
-            raise ValueError(f"FP8 format {self.format!r} is not one of {', '.join(numerics.FORMATS)}")
-        if self.granularity not in numerics.GRANULARITIES:
-            raise ValueError(f"granularity {self.granularity!r} is not one of {', '.join(numerics.GRANULARITIES)}")
+        check_format(self.format)
+        check_granularity(self.granularity)
         if self.delayed and self.granularity != "tensor":
             raise ValueError(f"a given scale is per tensor; granularity is {self.granularity!r}")
+
+    @classmethod
+    def of_operand(cls, rows: int, columns: int, dtype: str, kind: numerics.Scaling, operand: str, pow2: bool,
+                   transpose: bool) -> QuantizeProblem:
+        """An operand ("activation", "weight" or "gradient") of a linear layer. pow2: where the scaling computes its scales."""
+        return cls(rows, columns, dtype, kind.format(operand).name, getattr(kind, operand), pow2 and not kind.delayed, transpose,
+                   kind.delayed)
 
     def scale_shape(self) -> tuple[int, ...]:
         """Shape of scale_inv of the row-major copy (uint8 exponents for mx, else fp32)."""
@@ -43,6 +48,16 @@ class QuantizeProblem:
 
     def transposed_scale_shape(self) -> tuple[int, ...]:
         return scale_shape(self.columns, self.rows, self.granularity)
+
+
+def check_format(name: str) -> None:
+    if name not in numerics.FORMATS:
+        raise ValueError(f"FP8 format {name!r} is not one of {', '.join(numerics.FORMATS)}")
+
+
+def check_granularity(name: str) -> None:
+    if name not in numerics.GRANULARITIES:
+        raise ValueError(f"granularity {name!r} is not one of {', '.join(numerics.GRANULARITIES)}")
 
 
 def scale_shape(rows: int, columns: int, granularity: str) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ def _sm90_supports(problem: QuantizeManyProblem, target: Target) -> Supported | 
     reason = first_reason(
         wrong_arch(target, "sm90"),
         "is wired for torch only" if target.framework == "jax" else None,
-        wrong_dtype(problem.dtype, *FLOAT_DTYPES),
-        f"writes e4m3, the format of weights, not {problem.format}" if problem.format != "e4m3" else None,
+        wrong_dtype(problem.cast.dtype, *FLOAT_DTYPES),
+        f"writes e4m3, the format of weights, not {problem.cast.format}" if problem.cast.format != "e4m3" else None,
     )
     return Unsupported(reason) if reason else Supported("two to four launches for every 256 tensors")
 
