@@ -1,9 +1,9 @@
-// RMSNorm (+ residual) + cast in one kernel that reads its input from memory once: blocks that find rstd of a few rows run some bands of 128 rows
-// ahead of the blocks that cast a tile of these bands, which find the rows in L2.
+// RMSNorm (+ residual) + cast in one kernel that reads its input from memory once: blocks that find rstd of a few rows run some bands of 128
+// rows ahead of the blocks that cast a tile of these bands, which find the rows in L2.
 //
 // A block that casts waits for the rstd of its rows: begin_quantize has set all of them to kUnknownRstd. Blocks start in the order of their
-// numbers, and those that find rstd of a band come before those that wait for it, so that nobody waits for a block that has no place;
-// they come so far before that they are done as a rule.
+// numbers (CUB's scans rely on that too), and those that find rstd of a band have lower ones than those that wait for it, so that nobody
+// waits for a block that has no place on the GPU. They come so far before that they are done as a rule.
 #pragma once
 #include "fused.cuh"
 #include "row_ring.cuh"
@@ -67,13 +67,12 @@ __global__ void __launch_bounds__(kQuantThreads, kNormBlocks) norm_cast_kernel(c
   __shared__ __align__(16) float rstd[kTile];
   const int C = static_cast<int>(q.C), bands = static_cast<int>((q.R + kTile - 1) / kTile), tiles_c = (C + kTile - 1) / kTile;
   constexpr int kFinders = kTile / kNormRows<RESIDUAL>;  // blocks that find the rstd of a band
-  // Blocks by number: rstd of the first bands; then, a band after the other, rstd of a later band and the tiles of this one; the last tiles.
+  // Blocks by number: rstd of the first bands (after < 0); then, band by band, rstd of a later band and the tiles of this one; the last tiles.
   const int lead = a.ahead * kFinders, group = kFinders + tiles_c;
   const int after = static_cast<int>(blockIdx.x) - lead, band = min(max(after, 0) / group, bands - a.ahead);
   const int place = after - band * group, tile = band < bands - a.ahead ? place - kFinders : place;
   ptx::wait_for_previous_kernel();  // which marked rstd and zeroed stats
   if (tile < 0) {
-    // after < 0: of the first bands, which the blocks fill from the first one on.
     const int64_t rows = after < 0 ? blockIdx.x : (band + a.ahead) * kFinders + place;
     return find_rstd<kNormRows<RESIDUAL>, RESIDUAL>(a, rows * kNormRows<RESIDUAL>, q.R, C);
   }
