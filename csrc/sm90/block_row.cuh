@@ -14,17 +14,25 @@ __device__ __forceinline__ int row_column(int k) { return (k * kRowThreads + thr
 
 __device__ __forceinline__ float rsqrt_exact(float x) { return __fdiv_rn(1.f, __fsqrt_rn(x)); }
 
-// Sum over the block, the same order in every run; every thread gets it. sm holds one float a warp and may be used again after the
-// next barrier of the block.
-__device__ __forceinline__ float block_sum_once(float v, float* sm) {
+// The two halves of a sum over the block, in the same order in every run: over the lanes of a warp, and over the sums of its warps.
+__device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
   for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(0xffffffffu, v, d);
-  if ((threadIdx.x & 31) == 0) sm[threadIdx.x >> 5] = v;
-  __syncthreads();
+  return v;
+}
+__device__ __forceinline__ float sum_of_warps(const float* sm) {
   float total = 0.f;
 #pragma unroll
   for (int k = 0; k < kRowThreads / 32; ++k) total += sm[k];
   return total;
+}
+
+// Sum over the block; every thread gets it. sm holds one float a warp and may be used again after the next barrier of the block.
+__device__ __forceinline__ float block_sum_once(float v, float* sm) {
+  v = warp_sum(v);
+  if ((threadIdx.x & 31) == 0) sm[threadIdx.x >> 5] = v;
+  __syncthreads();
+  return sum_of_warps(sm);
 }
 
 // The same; sm may be used again at once.

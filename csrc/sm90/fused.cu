@@ -56,7 +56,8 @@ void rms_norm_quantize(TensorView x, Maybe residual, TensorView w, Maybe h, Tens
   }
   check_same_device(data, x, "data");
   const QuantArgs q = check_quantize({data, scale_inv, data_t, scale_inv_t, stats, scale}, R, C, granularity, format, pow2 != 0);
-  if (!begin_quantize(l, q, granularity)) return;
+  const Marks unknown{pointer<float>(rstd), R, kUnknownRstd};
+  if (!begin_quantize(l, q, granularity, needs_amax_first(q, granularity) ? Marks{} : unknown)) return;
   bf16* sum = h.has_value() ? pointer<bf16>(h.value()) : nullptr;
   norm_quantize(l, pointer<const bf16>(x), stride, residual.has_value() ? pointer<const bf16>(residual.value()) : nullptr, residual_stride, sum,
                 pointer<const void>(w), is_f32(w), pointer<float>(rstd), static_cast<float>(eps), q, granularity, format);

@@ -33,6 +33,12 @@ __device__ __forceinline__ void normalise(const Vec8<bf16>& in, float rstd, cons
   for (int j = 0; j < 8; j += 2) v.set2(j, in.get(j) * rstd * weights.w[j], in.get(j + 1) * rstd * weights.w[j + 1]);
 }
 
+// Whether scales come from an amax of the whole output or of its rows, so that RMSNorm + quantise takes two passes.
+inline bool needs_amax_first(const QuantArgs& q, int64_t granularity) { return granularity == kRow || (granularity == kTensor && !q.scale); }
+
+// What rstd is before norm_cast.cuh has found it; no rstd is negative.
+constexpr float kUnknownRstd = -1.f;
+
 // RMSNorm of x with known rstd.
 struct NormSource {
   using type = bf16;

@@ -1,6 +1,6 @@
-// RMSNorm (+ residual add) + quantise: the rows first (h, rstd, and for current scaling the amax of the output), then the quantising pass over
-// the normalised values.
-#include "fused.cuh"
+// RMSNorm (+ residual add) + quantise. Where scales need an amax of the whole output or of its rows (current and row scaling): the rows first (h,
+// rstd, and for current scaling that amax), then the quantising pass over the normalised values. Else both in one kernel, norm_cast.cuh.
+#include "norm_cast.cuh"
 #include "row_ring.cuh"
 
 namespace te {
@@ -89,6 +89,8 @@ void launch_rows(const Context& l, const RowInputs<bf16>& in, bf16* h, float* rs
 void norm_quantize(const Context& l, const bf16* x, int64_t stride, const bf16* residual, int64_t residual_stride, bf16* h, const void* w,
                    bool w_fp32, float* rstd, float eps, const QuantArgs& q, int64_t granularity, int64_t format) {
   const bool current = granularity == kTensor && !q.scale;
+  if (!needs_amax_first(q, granularity))
+    return norm_cast(l, {{{x, residual}, {stride, residual_stride}}, h, rstd, w, w_fp32, eps}, q, granularity, format);
   with_vectors<bf16>(q.C, true, [&](auto vecs, auto) {
     auto* launch = residual ? (current ? launch_rows<vecs.value, true, true> : launch_rows<vecs.value, true, false>)
                             : (current ? launch_rows<vecs.value, false, true> : launch_rows<vecs.value, false, false>);

@@ -206,6 +206,8 @@ struct Vec8 {
       w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
     }
   }
+  // From global memory that this kernel writes, and so not through the read-only path.
+  __device__ __forceinline__ void load_changed(const T* p) { load_shared(p); }
   // The first n of eight elements, one by one; the rest is zero. For edges and unaligned rows.
   __device__ __forceinline__ void load_some(const T* p, int n) {
     zero();

@@ -100,6 +100,20 @@ __device__ __forceinline__ void add_float4(float* p, uint4 v) {
 // Ordinary stores to shared memory become visible to the copy engine and the tensor cores.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Values in global memory that one block writes and another waits for. What the writing thread's block had stored before (behind a barrier
+// of the block) is visible to the waiting one after an acquiring load, which empties L1, and not after a relaxed one.
+__device__ __forceinline__ void store_release(float* p, float v) { asm volatile("st.release.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory"); }
+__device__ __forceinline__ float load_acquire(const float* p) {
+  float v;
+  asm volatile("ld.acquire.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ float load_relaxed(const float* p) {
+  float v;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
+
 // Programmatic dependent launch: everything that the kernel before in the stream wrote is visible after this.
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Lets the next kernel start (up to its own wait).

@@ -165,7 +165,7 @@ void qkv_rope_quantize(TensorView qkv, TensorView positions, TensorView inv_freq
   w.q = pointer<uint8_t>(q), w.k = pointer<uint8_t>(k);
   w.scale_inv = pointer<float>(scale_inv), w.stats = pointer<float>(stats), w.scale = scale.has_value() ? pointer<const float>(scale.value()) : nullptr;
   w.pow2 = pow2 != 0;
-  launch_overlapping(l, zero_stats_kernel<0>, 1, 6, 0, w.stats, 6, nullptr, 0, nullptr, 0);
+  launch_overlapping(l, zero_stats_kernel<0>, 1, 6, 0, w.stats, 6, nullptr, 0, nullptr, 0, Marks{});
   if (T == 0) {
     for (int i = 0; i < 3; ++i) empty_scales_kernel<<<1, 1, 0, l.stream>>>(w.scale ? w.scale + i : nullptr, w.scale_inv + i, 1, nullptr, 0);
     return;

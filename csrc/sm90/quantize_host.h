@@ -74,24 +74,32 @@ inline bool rows_are_vectors(const void* x, int64_t C, int64_t stride, int64_t s
   return C % 8 == 0 && aligned(x, 16) && stride * size % 16 == 0;
 }
 
-// Zeroes n statistics and two arrays. A kernel and not a memset: the next kernel may start while this one ends (see quantize_kernel), but not
-// before everything in front of it has ended. To be launched with launch_overlapping.
+// n values that begin_quantize sets beside its own.
+struct Marks {
+  float* p = nullptr;
+  int64_t n = 0;
+  float value = 0.f;
+};
+
+// Zeroes n statistics and two arrays, and sets the marks. A kernel and not a memset: the next kernel may start while this one ends (see
+// quantize_kernel), but not before everything in front of it has ended. To be launched with launch_overlapping.
 template <int = 0>
-__global__ void zero_stats_kernel(float* stats, int64_t n, float* a, int64_t na, float* b, int64_t nb) {
+__global__ void zero_stats_kernel(float* stats, int64_t n, float* a, int64_t na, float* b, int64_t nb, Marks marks) {
   ptx::wait_for_previous_kernel();
   ptx::let_next_kernel_start();
   const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
   if (i < n) stats[i] = 0.f;
   if (i < na) a[i] = 0.f;
   else if (i < na + nb) b[i - na] = 0.f;
+  if (i < marks.n) marks.p[i] = marks.value;
 }
 
-// Zeroes stats (and scales per row, where maxima are collected), deals with empty tensors. False: nothing is left to do.
-inline bool begin_quantize(const Launch& l, const QuantArgs& q, int64_t granularity) {
+// Zeroes stats (and scales per row, where maxima are collected), sets marks, deals with empty tensors. False: nothing is left to do.
+inline bool begin_quantize(const Launch& l, const QuantArgs& q, int64_t granularity, const Marks& marks = {}) {
   const bool row = granularity == kRow;
   const int64_t na = row ? q.R : 0, nb = row && q.scale_inv_t ? q.C : 0;
-  launch_overlapping(l, zero_stats_kernel<0>, static_cast<unsigned>(ceil_div(std::max<int64_t>(na + nb, 2), 256)), 256, 0, q.stats, 2,
-                     static_cast<float*>(q.scale_inv), na, static_cast<float*>(q.scale_inv_t), nb);
+  launch_overlapping(l, zero_stats_kernel<0>, static_cast<unsigned>(ceil_div(std::max<int64_t>({na + nb, marks.n, 2}), 256)), 256, 0, q.stats, 2,
+                     static_cast<float*>(q.scale_inv), na, static_cast<float*>(q.scale_inv_t), nb, marks);
   if (q.R > 0 && q.C > 0) return true;
   // What has no values has amax 0: scale 1 (a tensor's scale, or the columns of a transposed copy of no rows).
   if (granularity == kTensor || row)

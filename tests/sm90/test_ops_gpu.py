@@ -258,7 +258,9 @@ def test_fused_kernels_equal_the_op_followed_by_quantize(granularity, fmt, scale
 @pytest.mark.parametrize("residual", [False, True], ids=["x", "x+residual"])
 @pytest.mark.parametrize("rows,cols", [(5000, 264), (3000, 2056), (3000, 4096), (1500, 8192), (700, 16384)])
 @pytest.mark.parametrize("special", [False, True], ids=["finite", "non-finite"])
-def test_rms_norm_quantize_of_many_rows(rows, cols, residual, special):
+@pytest.mark.parametrize("granularity,fmt,scale", FUSED)
+def test_rms_norm_quantize_of_many_rows(rows, cols, granularity, fmt, scale, residual, special):
+    """Rows of x apart; more blocks than the GPU holds at once."""
     x, extra = (normal((rows, cols), torch.bfloat16, seed) for seed in (17, 18))
     w = normal((cols,), torch.bfloat16, 19)
     if special:
@@ -266,15 +268,30 @@ def test_rms_norm_quantize_of_many_rows(rows, cols, residual, special):
     wide = gpu.poisoned((rows, cols + 8), torch.bfloat16)
     wide[:, 8:] = x
     h = gpu.poisoned((rows, cols), torch.bfloat16) if residual else None
-    rstd, out = gpu.poisoned((rows,), torch.float32), fused_outputs(rows, cols, "tensor", True)
-    gpu.call("rms_norm_quantize", wide[:, 8:], extra if residual else None, w, h, rstd, None, *out, 1e-5, 0, 0, 0)
+    given = None if scale is None else torch.tensor([scale], device="cuda")
+    rstd, out = gpu.poisoned((rows,), torch.float32), fused_outputs(rows, cols, granularity, True)
+    code = numerics.GRANULARITY_CODE[granularity]
+    gpu.call("rms_norm_quantize", wide[:, 8:], extra if residual else None, w, h, rstd, given, *out, 1e-5, code, fmt.code, 0)
     total = x + extra if residual else x
     y, rstd2 = gpu.poisoned((rows, cols), torch.bfloat16), gpu.poisoned((rows,), torch.float32)
     gpu.call("rms_norm_forward", total, w, y, rstd2, 1e-5)
     np.testing.assert_array_equal(rstd.cpu().numpy(), rstd2.cpu().numpy())
     if residual:
         np.testing.assert_array_equal(h.float().cpu().numpy(), total.float().cpu().numpy())
-    check_fused(out, y, "tensor", E4M3, None, True)
+    check_fused(out, y, granularity, fmt, given, True)
+
+
+@pytest.mark.parametrize("granularity,fmt,scale", FUSED)
+def test_rms_norm_quantize_is_one_kernel_where_scales_need_no_amax_first(granularity, fmt, scale):
+    x, w = normal((300, 512), torch.bfloat16, 20), normal((512,), torch.bfloat16, 21)
+    given = None if scale is None else torch.tensor([scale], device="cuda")
+    rstd, out = gpu.poisoned((300,), torch.float32), fused_outputs(300, 512, granularity, True)
+    code = numerics.GRANULARITY_CODE[granularity]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        gpu.call("rms_norm_quantize", x, None, w, None, rstd, given, *out, 1e-5, code, fmt.code, 0)
+    names = " ".join(event.key for event in profile.key_averages())
+    one = granularity in ("block_1x128", "block_128x128", "mx") or scale is not None
+    assert ("norm_cast_kernel" in names) == one and ("rows_kernel" in names) != one
 
 
 def test_ops_replay_in_a_cuda_graph():
