@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kQuantThreads, kNormBlocks) norm_cast_kernel(c
   if constexpr (RESIDUAL) load();
   const Weights weights(a.w, a.w_fp32, col, C);
 #pragma unroll
-  for (int r = 0; r < 8; ++r) normalise(v[r], rstd[row_local + r], weights, v[r]);
+  for (int r = 0; r < 8; ++r) normalise(v[r], col < C ? rstd[row_local + r] : 0.f, weights, v[r]);  // past the end 0, not 0 times NaN
   const Scale given = MODE == kGiven ? given_scale<FMT>(q) : Scale{};
   Seen seen;
   quantize_tile<bf16, FMT, MODE, TR>(v, q, row0, col0, given, sm, seen);
