@@ -88,15 +88,18 @@ void launch_rows(const Context& l, const RowInputs<bf16>& in, bf16* h, float* rs
 
 void norm_quantize(const Context& l, const bf16* x, int64_t stride, const bf16* residual, int64_t residual_stride, bf16* h, const void* w,
                    bool w_fp32, float* rstd, float eps, const QuantArgs& q, int64_t granularity, int64_t format) {
-  const bool current = granularity == kTensor && !q.scale;
   if (!needs_amax_first(q, granularity))
     return norm_cast(l, {{{x, residual}, {stride, residual_stride}}, h, rstd, w, w_fp32, eps}, q, granularity, format);
+  const bool current = granularity == kTensor;
   with_vectors<bf16>(q.C, true, [&](auto vecs, auto) {
     auto* launch = residual ? (current ? launch_rows<vecs.value, true, true> : launch_rows<vecs.value, true, false>)
                             : (current ? launch_rows<vecs.value, false, true> : launch_rows<vecs.value, false, false>);
     launch(l, {{x, residual}, {stride, residual_stride}}, h, rstd, q, eps, w, w_fp32);
   });
-  quantize_all<true>(l, NormSource{residual ? h : x, residual ? q.C : stride, rstd, w, w_fp32}, q, granularity, format, Before::kInputs, current);
+  const NormSource source{residual ? h : x, residual ? q.C : stride, rstd, w, w_fp32};
+  if (granularity == kRow) quantize_by_row<kE4M3>(l, source, q, Before::kInputs);
+  else if (format == kE4M3) quantize_tensor<kE4M3>(l, source, q, Before::kInputs, true);
+  else quantize_tensor<kE5M2>(l, source, q, Before::kInputs, true);
 }
 
 }  // namespace te

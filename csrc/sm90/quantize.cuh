@@ -43,14 +43,9 @@ void launch_amax(const Context& l, const Source& source, const QuantArgs& q, uin
   launch_overlapping(l, amax_kernel<Source>, grid, kQuantThreads, 0, source, q.R, q.C, q.used, q.stats, row_amax, col_amax);
 }
 
-// Row, block and MX scaling. Row scaling reads twice: the scale of the first value of a row depends on the last one;
-// begin_quantize has zeroed the arrays of maxima.
+// Row scaling reads twice: the scale of the first value of a row depends on the last one; begin_quantize has zeroed the arrays of maxima.
 template <int FMT, class Source>
-void quantize_scaled(const Context& l, const Source& source, QuantArgs q, int64_t granularity, Before before) {
-  q.write_stats = true;
-  if (granularity == kBlock1x128) return launch_cast<FMT, kMode1x128>(l, source, q, before);
-  if (granularity == kBlock128x128) return launch_cast<FMT, kMode128x128>(l, source, q, before);
-  if (granularity == kMx) return launch_cast<FMT, kModeMx>(l, source, q, before);
+void quantize_by_row(const Context& l, const Source& source, QuantArgs q, Before before) {
   uint32_t* row_amax = static_cast<uint32_t*>(q.scale_inv);
   uint32_t* col_amax = static_cast<uint32_t*>(q.scale_inv_t);
   launch_amax(l, source, q, row_amax, col_amax);
@@ -59,6 +54,16 @@ void quantize_scaled(const Context& l, const Source& source, QuantArgs q, int64_
   launch_cast<FMT, kAmaxArrays>(l, source, q, std::max(before, Before::kPass));
   const int64_t nb = col_amax ? q.C : 0;
   finish_scales_kernel<FMT><<<static_cast<unsigned>(ceil_div(q.R + nb, 256)), 256, 0, l.stream>>>(row_amax, q.R, col_amax, nb, q.pow2);
+}
+
+// Row, block and MX scaling.
+template <int FMT, class Source>
+void quantize_scaled(const Context& l, const Source& source, QuantArgs q, int64_t granularity, Before before) {
+  if (granularity == kRow) return quantize_by_row<FMT>(l, source, q, before);
+  q.write_stats = true;
+  if (granularity == kBlock1x128) launch_cast<FMT, kMode1x128>(l, source, q, before);
+  else if (granularity == kBlock128x128) launch_cast<FMT, kMode128x128>(l, source, q, before);
+  else launch_cast<FMT, kModeMx>(l, source, q, before);
 }
 
 // Tensor scaling: one read with a given scale (delayed), two without (current). have_amax: stats are complete already.
@@ -71,11 +76,10 @@ void quantize_tensor(const Context& l, const Source& source, QuantArgs q, Before
 
 // FUSED: E5M2 with tensor scaling only (the gradients of fp8_current and fp8_delayed); the host code has refused the rest.
 template <bool FUSED, class Source>
-void quantize_all(const Context& l, const Source& source, const QuantArgs& q, int64_t granularity, int64_t format, Before before,
-                  bool have_amax = false) {
+void quantize_all(const Context& l, const Source& source, const QuantArgs& q, int64_t granularity, int64_t format, Before before) {
   if (granularity == kTensor) {
-    if (format == kE4M3) quantize_tensor<kE4M3>(l, source, q, before, have_amax);
-    else quantize_tensor<kE5M2>(l, source, q, before, have_amax);
+    if (format == kE4M3) quantize_tensor<kE4M3>(l, source, q, before, false);
+    else quantize_tensor<kE5M2>(l, source, q, before, false);
   } else if (format == kE4M3) {
     quantize_scaled<kE4M3>(l, source, q, granularity, before);
   } else if constexpr (!FUSED) {

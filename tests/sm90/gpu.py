@@ -31,6 +31,16 @@ def call(name: str, *args) -> None:
         torch.cuda.synchronize()
 
 
+def kernels_of(run) -> list[str]:
+    """Names of the kernels that a call launches."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
 def cuda(array: np.ndarray, dtype=None):
     t = torch.from_numpy(np.ascontiguousarray(array)).cuda()
     return t if dtype is None else t.to(dtype)

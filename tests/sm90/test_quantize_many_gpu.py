@@ -20,23 +20,13 @@ def weights(count: int) -> list:
     return [torch.randn(256 + 64 * (i % 3), 136, generator=generator, device="cuda").bfloat16() for i in range(count)]
 
 
-def kernels_of(run) -> list[str]:
-    """Names of the kernels that a call launches."""
-    run()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        torch.cuda.synchronize()
-    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-
-
 @pytest.mark.parametrize("granularity", LAUNCHES)
 def test_launches_do_not_grow_with_the_list(granularity):
     from te_plugin.torch import quantize_many
 
     for count, tables in ((1, 1), (200, 1), (257, 2)):
         xs = weights(count)
-        names = kernels_of(lambda xs=xs: quantize_many(xs, "e4m3", granularity, transpose=True, kernel="sm90"))
+        names = gpu.kernels_of(lambda xs=xs: quantize_many(xs, "e4m3", granularity, transpose=True, kernel="sm90"))
         assert len(names) == tables * LAUNCHES[granularity], names
 
 
