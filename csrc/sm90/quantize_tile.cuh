@@ -159,12 +159,22 @@ __device__ __forceinline__ void write_scales(const QuantArgs& q, int64_t row0, i
     if (at >= lines) return;
     const float* scale = (column ? sm.col_scale : sm.row_scale) + line;
     void* out = column ? q.scale_inv_t : q.scale_inv;
+    if constexpr (MODE == kMode1x128) {
+      const int64_t place = scale_place(at, first, lines, blocks, column ? q.scales_t_by_block : q.scales_by_block);
+      static_cast<float*>(out)[place] = inverse_scale(*scale);
+    } else {
+      static_assert(kParts == 4);
+      uint8_t* bytes = static_cast<uint8_t*>(out) + at * blocks + first;
+      uint32_t codes = 0;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const float inv = inverse_scale(scale[part * kTile]);
-      if constexpr (MODE == kMode1x128)
-        static_cast<float*>(out)[scale_place(at, first, lines, blocks, column ? q.scales_t_by_block : q.scales_by_block)] = inv;
-      else if (first + part < blocks) static_cast<uint8_t*>(out)[at * blocks + first + part] = e8m0_from_scale_inv(inv);
+      for (int part = 0; part < 4; ++part) codes |= uint32_t{e8m0_from_scale_inv(inverse_scale(scale[part * kTile]))} << (8 * part);
+      if (blocks % 4 == 0 && (reinterpret_cast<uintptr_t>(bytes) & 3) == 0) {
+        *reinterpret_cast<uint32_t*>(bytes) = codes;
+      } else {
+#pragma unroll
+        for (int part = 0; part < 4; ++part)
+          if (first + part < blocks) bytes[part] = static_cast<uint8_t>(codes >> (8 * part));
+      }
     }
   }
 }

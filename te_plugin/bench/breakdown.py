@@ -19,7 +19,8 @@ GROUPS = ("gemm", "quantise", "norm + activation + rope", "attention", "other", 
 _PATTERNS = (
     ("attention", "flash|sdpa|fmha|attention"),
     ("gemm", r"gemm|nvjet|cutlass|xmma|cublas|aten::(add)?(mm|bmm)|aten::_scaled_mm"),
-    ("norm + activation + rope", "NormTiles|NormSource|Swiglu|rms_?norm|layer_?norm|rstd|silu|gated|rope|rotary|sum_partials"),
+    ("norm + activation + rope",
+     "NormSource|norm_cast|te::rows_kernel|Swiglu|rms_?norm|layer_?norm|rstd|silu|gated|rope|rotary|sum_partials"),
     ("quantise", "quanti[sz]e|amax|abs_max|cast_transpose|fp8|float8|_scales|zero_stats|transpose_kernel|scale_inv"),
     ("norm + activation + rope", "^triton_"),
 )

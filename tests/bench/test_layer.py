@@ -68,8 +68,11 @@ def test_the_peer_computes_the_same_layer():
 
 
 @pytest.mark.parametrize("name,group", [
-    ("void te::quantize_tiles_kernel<te::NormTiles, 0, 1, true>(te::NormTiles, te::QuantArgs, bool)", "norm + activation + rope"),
-    ("void te::quantize_tiles_kernel<te::PlainTiles<__nv_bfloat16>, 0, 1, true>(...)", "quantise"),
+    ("void te::quantize_kernel<te::NormSource, 0, 0, true>(te::NormSource, te::QuantArgs, ...)", "norm + activation + rope"),
+    ("void te::norm_cast_kernel<0, 2, true, true>(te::NormCast, te::QuantArgs)", "norm + activation + rope"),
+    ("void te::rows_kernel<2, true, true>(te::RowInputs<__nv_bfloat16>, ...)", "norm + activation + rope"),
+    ("void te::quantize_rows_kernel<__nv_bfloat16, 0, 4, true>(...)", "quantise"),
+    ("void te::quantize_kernel<te::PlainSource<__nv_bfloat16, true>, 0, 1, true>(...)", "quantise"),
     ("te::swiglu_backward_kernel<__nv_bfloat16>", "norm + activation + rope"),
     ("void te::gemm_kernel<128, 256, 2>(...)", "gemm"),
     ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "gemm"),
