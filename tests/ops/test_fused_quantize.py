@@ -24,7 +24,7 @@ REFUSALS = [
     (SWIGLU, "sm90", {"dtype": "fp16"}, "takes bf16, not fp16"),
     (GRADIENT, "sm90", {"format": "e5m2", "granularity": "row"}, "writes e5m2 with one scale a tensor only, not per row"),
     (NORM, "sm90", {"columns": 4100}, "4100 columns are not a multiple of 8"),
-    (NORM, "sm90", {"columns": 16392}, "holds a row in registers: at most 16384, not 16392"),
+    (NORM, "sm90", {"columns": 16392}, "takes rows of at most 16384 values, not 16392"),
     (SWIGLU, "sm90", {"columns": 14340}, "14340 columns are not a multiple of 8"),
     (GRADIENT, "sm90", {"columns": 2 * 14344}, "14344 columns are not a multiple of it"),
 ]

@@ -1,4 +1,4 @@
-"""SwiGLU and its gradient with the output quantised: fused in one pass, or the two kernels one after the other, same bytes."""
+"""SwiGLU and its gradient with the output quantised: fused, or the two kernels one after the other, same bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMSNorm with its output quantised: fused in one pass, or the two kernels one after the other. Both give the same bytes."""
+"""RMSNorm with its output quantised: fused, or the two kernels one after the other. Both give the same bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _sm90_supports(problem: NormQuantizeProblem, target: Target) -> Supported | 
     columns = problem.cast.columns
     reason = first_reason(
         sm90_reason(problem.cast, columns, target),
-        f"holds a row in registers: at most {MAX_COLUMNS}, not {columns}" if columns > MAX_COLUMNS else None,
+        f"takes rows of at most {MAX_COLUMNS} values, not {columns}" if columns > MAX_COLUMNS else None,
     )
     return Unsupported(reason) if reason else Supported("fused: the normed tensor is never written in BF16")
 
