@@ -65,10 +65,10 @@ int64_t check_segments(const TensorView& cu_tensor, const TensorView& start_tens
 
 Segments read_segments(const TensorView& cu_q, const TensorView& cu_k, const TensorView& start_q, const TensorView& start_k,
                        int64_t rows_q, int64_t rows_k, int64_t mask, int64_t left, int64_t right) {
-  const int64_t segments = check_segments(cu_q, start_q, rows_q, "cu_q", "start_q", "q");
-  const int64_t kv_segments = check_segments(cu_k, start_k, rows_k, "cu_k", "start_k", "k");
+  const int64_t segments = check_segments(cu_q, start_q, rows_q, "cu_seqlens_q", "cu_seqlens_q_padded", "q");
+  const int64_t kv_segments = check_segments(cu_k, start_k, rows_k, "cu_seqlens_kv", "cu_seqlens_kv_padded", "k");
   TE_CHECK(kv_segments == segments,
-           "cu_k has " << kv_segments + 1 << " numbers; expected " << segments + 1 << ", as many as cu_q has");
+           "cu_seqlens_kv has " << kv_segments + 1 << " numbers; expected " << segments + 1 << ", as many as cu_seqlens_q has");
   TE_CHECK(mask >= kNone && mask <= kCausalBottomRight,
            "mask is " << mask << "; expected 0 (none), 1 (causal), 2 (causal_top_left) or 3 (causal_bottom_right)");
   TE_CHECK(left >= -1 && right >= -1, "window is (" << left << ", " << right << "); expected -1 (no limit) or more");

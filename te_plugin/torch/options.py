@@ -47,6 +47,12 @@ def _made(cls, *values):
 
 @functools.lru_cache(maxsize=4096)
 def _decode(cls, key: str):
-    convert = {"str": lambda text: text[1:-1], "int": int, "float": float, "bool": lambda text: text == "True"}
-    fields = dataclasses.fields(cls)
-    return cls(*[convert[field.type](text) for field, text in zip(fields, key.split(";"), strict=True)])
+    return cls(*[_value(field, text) for field, text in zip(dataclasses.fields(cls), key.split(";"), strict=True)])
+
+
+def _value(field: dataclasses.Field, text: str):
+    if field.type != "str":
+        return {"int": int, "float": float, "bool": lambda text: text == "True"}[field.type](text)
+    if text[0] not in "'\"":  # what was given is no string: a flag, a number, None
+        raise ValueError(f"{field.name}={text} must be a name (a str)")
+    return text[1:-1]

@@ -145,6 +145,9 @@ class LinearState(nn.Module):
         kind = numerics.scaling(precision)
         if kind is None:
             raise ValueError(f"precision {precision!r} needs no FP8 state")
+        for name, value in (("weight_cache", weight_cache), ("keep_transpose", keep_transpose), ("pow2_scale", pow2_scale)):
+            if not isinstance(value, bool):  # "none" and "no" are true
+                raise ValueError(f"{name}={value!r} must be True or False")
         if kind.delayed and pow2_scale:
             raise ValueError(f"pow2_scale=True: precision {precision} takes scales from an amax history; leave it out")
         if not kind.delayed and (history_len, amax_compute) != (1024, "max"):

@@ -39,6 +39,8 @@ def test_starts_that_leave_the_tensor(kernel, padded):
         (dict(cu=torch.zeros(1, 3, dtype=torch.int32)), "one dimension"),
         (dict(cu=ints([])), "empty"),
         (dict(cu_seqlens_kv=ints([0, 8])), "2 entries, cu_seqlens_q has 3"),
+        (dict(cu=(0, 4, 9)), "cu_seqlens_q ends with 9 but q has 8 rows"),
+        (dict(mask=True), "mask=True must be a name"),
         (dict(mask="diagonal"), "none, causal, causal_top_left, causal_bottom_right"),
         (dict(heads=3, kv_heads=2), "heads=3 is not a multiple of kv_heads=2"),
         (dict(window=(-2, 0)), "below -1"),

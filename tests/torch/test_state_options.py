@@ -14,6 +14,17 @@ def test_options_that_would_do_nothing_are_refused(precision, options):
         tp.Linear(128, 128, precision=precision, **options)
 
 
+@pytest.mark.parametrize("options", [{"weight_cache": "none"}, {"keep_transpose": "no"}, {"pow2_scale": 1}], ids=str)
+def test_flags_are_true_or_false(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}=.* must be True or False"):
+        tp.Linear(128, 128, precision="fp8_current", **options)
+
+
+def test_a_kernel_is_asked_for_by_name():
+    with pytest.raises(ValueError, match="kernel=True must be a name"):
+        tp.linear(torch.ones(16, 64), torch.ones(64, 64), kernel=True)
+
+
 def test_a_call_and_its_state_agree_on_the_kind_of_scale():
     x, w = torch.ones(16, 64), torch.ones(64, 64)
     with pytest.raises(ValueError, match="state has pow2_scale=False, the call asks for True"):
