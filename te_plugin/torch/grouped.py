@@ -135,6 +135,8 @@ def grouped_linear(
         raise ValueError(f"grouped_linear takes x[M,K] and weight[E,N,K]; got {tuple(x.shape)} and {tuple(weight.shape)}")
     if not weight.shape[0]:
         raise ValueError(f"weight{tuple(weight.shape)} holds no expert; at least one is needed")
+    if not isinstance(group_sizes, torch.Tensor):
+        raise ValueError(f"group_sizes must be an int32 or int64 tensor on {x.device}, got {type(group_sizes).__name__}")
     if group_sizes.shape != (weight.shape[0],):
         raise ValueError(f"group_sizes has shape {tuple(group_sizes.shape)}, weight holds {weight.shape[0]} experts")
     if group_sizes.dtype not in (torch.int32, torch.int64):

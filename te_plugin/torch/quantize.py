@@ -82,7 +82,7 @@ def scale_dtype(granularity: str) -> torch.dtype:
 
 class Spec(NamedTuple):
     """A tensor to allocate. by_block: 1x128 scales [lines, blocks], which lie block after block on a GPU: a kernel then writes
-    those of a tile together (one by one they cost a sixth of the cast's time), and cuBLASLt takes them as they are."""
+    those of a tile together (one by one they cost a seventh of the cast's time), and cuBLASLt takes them as they are."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -206,6 +206,8 @@ _dequantize_op = torch.ops.te_plugin.dequantize.default
 
 def dequantize(data, scale_inv, granularity: str, format: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """data[R,C] * scale_inv in FP32, rounded once to `dtype` (FP32 or BF16)."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"dequantize writes torch.float32 or torch.bfloat16, not {dtype}")
     key = options_of(QuantizeOptions, format, granularity).key()
     if not is_direct(data):
         return _dequantize_op(data, scale_inv, key, dtype)
@@ -336,13 +338,22 @@ def quantize(
     if amax is not None:
         if granularity != "tensor":
             raise ValueError(f"amax is a per-tensor statistic; granularity is {granularity!r}")
-        scale = scale_from_amax(torch.as_tensor(amax, dtype=torch.float32, device=x.device).reshape(1),
-                                numerics.FORMATS[dtype], pow2_scale)
+        scale = scale_from_amax(_given_amax(amax, x.device), numerics.FORMATS[dtype], pow2_scale)
     pow2_scale = bool(pow2_scale) and amax is None
     options = options_of(QuantizeOptions, dtype, granularity, pow2_scale, bool(transpose), amax is not None, kernel, fallback)
     made = quantize_2d(x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1]), options, scale)
     made.shape = x.shape
     return made
+
+
+def _given_amax(amax: torch.Tensor | float, device) -> torch.Tensor:
+    """FP32[1] on the device. The value of a tensor is not looked at: that would wait for the device."""
+    if not isinstance(amax, torch.Tensor) and amax < 0:
+        raise ValueError(f"amax={amax} is negative; it is a magnitude")
+    given = torch.as_tensor(amax, dtype=torch.float32, device=device)
+    if given.numel() != 1:
+        raise ValueError(f"amax has shape {tuple(given.shape)}; one number is needed, the amax of the whole tensor")
+    return given.reshape(1)
 
 
 def scale_from_amax(amax: torch.Tensor, fmt: numerics.Fp8Format, pow2: bool = False) -> torch.Tensor:

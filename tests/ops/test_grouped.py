@@ -178,6 +178,8 @@ def test_group_sizes_that_cannot_be_are_refused(kernel):
         grouped_linear(x, weight, torch.tensor([4, 4]), kernel=kernel)
     with pytest.raises(ValueError, match="int32 or int64"):
         grouped_linear(x, weight, torch.tensor([4.0, 4.0, 0.0]), kernel=kernel)
+    with pytest.raises(ValueError, match="int32 or int64 tensor on cpu, got list"):
+        grouped_linear(x, weight, [4, 4, 0], kernel=kernel)
     with pytest.raises(ValueError, match="in_features=40 is not a multiple of 16"):
         grouped_linear(torch.zeros(8, 40), torch.zeros(3, 16, 40), torch.tensor([4, 0, 0]), "fp8_current", kernel=kernel)
     with pytest.raises(ValueError, match="history per tensor"):

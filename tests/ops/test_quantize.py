@@ -236,6 +236,12 @@ def test_wrong_names_and_shapes_are_refused_with_what_is_known():
         quantize(torch.zeros(2, 2), "e4m3", "column")
     with pytest.raises(ValueError, match="per-tensor statistic"):
         quantize(torch.zeros(2, 2), "e4m3", "row", amax=1.0)
+    with pytest.raises(ValueError, match="amax=-1.0 is negative"):
+        quantize(torch.zeros(2, 2), amax=-1.0)
+    with pytest.raises(ValueError, match=r"amax has shape \(2,\); one number"):
+        quantize(torch.zeros(2, 2), amax=torch.ones(2))
+    with pytest.raises(ValueError, match="torch.float32 or torch.bfloat16, not torch.float64"):
+        quantize(torch.zeros(2, 2)).dequantize(torch.float64)
     with pytest.raises(ValueError, match="at least one dimension"):
         quantize(torch.tensor(1.0))
     assert numerics.FORMATS["e4m3"].max == 448
