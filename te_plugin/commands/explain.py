@@ -12,7 +12,7 @@ from rich.table import Table
 
 from te_plugin import numerics
 from te_plugin.commands import memory, report
-from te_plugin.config import Config, compose, recipe_hash, target_arch, validate
+from te_plugin.config import Config, ConfigError, compose, recipe_hash, target_arch, validate
 
 HELP = "say which kernels a run takes and why, tokens a step, memory"
 EXAMPLES = """examples:
@@ -32,6 +32,8 @@ def add_arguments(parser) -> None:
 
 def run(args: Namespace) -> int:
     if args.matrix:
+        if args.overrides or args.config_dir is not None or args.processes is not None:
+            raise ConfigError("--matrix covers all kernels and targets, whatever the recipe; leave the other arguments out")
         from te_plugin.support_matrix import markdown
 
         print(markdown())

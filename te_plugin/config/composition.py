@@ -99,7 +99,8 @@ def split_override(text: str, files: Mapping[str, Mapping[str, Path]] | None = N
         raise ConfigError(f"{WHERE}: {text!r} would delete a key; every key is needed: give it a value instead")
     known_groups = {group: tuple(choices) for group, choices in (files or group_files()).items()}
     if not match["equals"]:
-        raise ConfigError(f"{WHERE}: {text!r} has no value; write {key}=VALUE")
+        wanted = f"recipe={key}" if key in known_groups["recipe"] else f"{key}=VALUE"
+        raise ConfigError(f"{WHERE}: {text!r} has no value; write {wanted}")
     if key in known_groups:
         return Override(key, _group_choice(key, value, known_groups[key]), is_group=True)
     if key in schema_sections():

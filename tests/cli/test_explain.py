@@ -121,6 +121,11 @@ def test_an_impossible_kernel_exits_1_with_its_reason(explain):
     assert code == 1 and "runs on cpu, not on sm90" in out and "attention" in err
 
 
+def test_the_matrix_takes_no_recipe(explain):
+    code, _, err = explain("--matrix", TINY)
+    assert code == 1 and "leave the other arguments out" in err
+
+
 def test_sizes_are_those_of_the_recipe(explain):
     _, out, _ = explain("recipe=llama3_1_8b", "target=sm90", "--processes", "8")
     assert "4,194,304 = 512 rows of 8,192" in out and "8,030,261,248" in out and "64 a step and process" in out
