@@ -1,4 +1,5 @@
-// rms_norm_quantize, swiglu_quantize, dswiglu_quantize: an op and the quantisation of its output in one pass over the inputs, BF16.
+// rms_norm_quantize, swiglu_quantize, dswiglu_quantize: an op and the quantisation of its output, which is never written in BF16. One pass over
+// the inputs, two where scales need an amax first.
 //
 // The bytes equal those of the op followed by quantize (the values are rounded to BF16 in between). `scale` is given for delayed
 // scaling; data_t and scale_inv_t are given when the transposed copy is wanted.

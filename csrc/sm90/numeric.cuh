@@ -97,7 +97,7 @@ __device__ __forceinline__ float e8m0_decode(uint8_t code) {
 
 // ---- Elements ------------------------------------------------------------------------------------------------------
 // |x| compared as unsigned bits orders finite < inf < NaN, so an integer maximum keeps a NaN. 16-bit types keep two
-// magnitudes in one word (vmaxu2), FP32 keeps one; `Pack` is that word.
+// magnitudes in one word (vmaxu2), FP32 keeps one.
 
 template <typename T>
 struct Elem;
@@ -110,7 +110,6 @@ struct Elem<bf16> {
   static __device__ __forceinline__ float low(uint32_t w) { return __uint_as_float(w << 16); }
   static __device__ __forceinline__ float high(uint32_t w) { return __uint_as_float(w & 0xffff0000u); }
   static __device__ __forceinline__ uint32_t magnitude_to_float_bits(uint32_t m) { return m << 16; }
-  static __device__ __forceinline__ bf16 from_float(float x) { return __float2bfloat16_rn(x); }
   static __device__ __forceinline__ uint32_t pair_from_floats(float low, float high) {  // one instruction; two roundings put together are three
     const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return *reinterpret_cast<const uint32_t*>(&pair);
@@ -130,7 +129,6 @@ struct Elem<__half> {
     return __half2float(__ushort_as_half(static_cast<unsigned short>(w >> 16)));
   }
   static __device__ __forceinline__ uint32_t magnitude_to_float_bits(uint32_t m) { return __float_as_uint(low(m)); }
-  static __device__ __forceinline__ __half from_float(float x) { return __float2half_rn(x); }
   static __device__ __forceinline__ uint32_t pair_from_floats(float low, float high) {
     const __half2 pair = __floats2half2_rn(low, high);
     return *reinterpret_cast<const uint32_t*>(&pair);
@@ -144,7 +142,6 @@ struct Elem<float> {
   static constexpr int kPer = 1;
   static constexpr uint32_t kInf = kFloatInf;
   static __device__ __forceinline__ uint32_t magnitude_to_float_bits(uint32_t m) { return m; }
-  static __device__ __forceinline__ float from_float(float x) { return x; }
   static __device__ __forceinline__ float to_float(float x) { return x; }
 };
 

@@ -65,7 +65,9 @@ inline QuantArgs check_quantize(const QuantOutputs& o, int64_t R, int64_t C, int
     on_device(o.scale.value(), "scale");
     q.scale = pointer<const float>(o.scale.value());
   }
-  TE_CHECK(ceil_div(R, kTile) * ceil_div(C, kTile) < (int64_t{1} << 31), "tensor too large: " << R << " x " << C);
+  // Casts count tiles, and find a tile's first row and column, in 32 bits.
+  TE_CHECK(std::max({R, C, ceil_div(R, kTile) * ceil_div(C, kTile)}) <= INT32_MAX - kTile,
+           "tensor too large: " << R << " x " << C << "; rows, columns and 128 x 128 tiles must each stay below 2^31");
   return q;
 }
 

@@ -2,7 +2,8 @@
 //
 // The table is a kernel parameter (up to 32 KB since CUDA 12.1): it is read through the constant cache, travels with the launch and is
 // recorded with it in a CUDA graph, so nothing is uploaded, cached or kept alive. Tiles, scales and statistics are those of
-// quantize_tile.cuh. Direct loads, three blocks an SM: with a transposed copy TMA was no faster (quantise v1 and v2 in docs/kernels-log.md).
+// quantize_tile.cuh. Unlike those of a single cast, blocks are persistent: a tensor's arguments are fetched, and its statistics
+// added up, once for many of its tiles.
 #pragma once
 #include "quantize.cuh"
 
