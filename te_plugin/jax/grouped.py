@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from te_plugin import numerics
 from te_plugin.jax.call import dtype_name, first_derivative_only, launch, shape_of, target_of_backend
@@ -210,6 +211,8 @@ def grouped_linear(
     if precision not in PRECISIONS:
         raise ValueError(f"grouped_linear in JAX computes in {', '.join(PRECISIONS)}, not in {precision}")
     k_axis = _k_axis(layout)
+    if not isinstance(group_sizes, jax.Array | np.ndarray):
+        raise ValueError(f"group_sizes must be an array of integers, got {type(group_sizes).__name__}")
     if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[k_axis] or group_sizes.shape != weight.shape[:1]:
         raise ValueError(
             f"grouped_linear takes x[M,K], weight[E,{','.join(layout.upper())}], group_sizes[E]; got {x.shape}, "

@@ -68,8 +68,10 @@ def expand_scale(scale_inv, shape: tuple[int, int], granularity: str):
 
 
 def dequantize(data, scale_inv, granularity: str, dtype=jnp.float32):
-    """data[R,C] * scale_inv in FP32, rounded once to `dtype`. ValueError for an unknown granularity."""
+    """data[R,C] * scale_inv in FP32, rounded once to `dtype`. ValueError for an unknown granularity or an integer dtype."""
     check_granularity(granularity)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dequantize writes floating point numbers, not {jnp.dtype(dtype).name}")
     return (data.astype(jnp.float32) * expand_scale(scale_inv, data.shape, granularity)).astype(dtype)
 
 

@@ -59,7 +59,8 @@ def test_a_recipe_is_needed():
 
 
 @pytest.mark.parametrize("override,message", [
-    ("model", "has no value"), ("llama_moe_tiny", "write recipe=llama_moe_tiny"), ("~data.path", "would delete a key"), ("~model", "would delete a key"), ("=3", "not understood"),
+    ("model", "has no value"), ("llama_moe_tiny", "write recipe=llama_moe_tiny"),
+    ("~data.path", "would delete a key"), ("~model", "would delete a key"), ("=3", "not understood"),
     ("optim={lr: 1}", "does not exist"), ("model.rope_scaling=null", "sets a whole section"),
     ("layout.name=bshd", "belongs to the group file; choose one with layout=bshd"),
     ("hydra.run.dir=x", "no key 'hydra.run.dir'"), ("precision=bf16,fp8_current", "does not exist"),

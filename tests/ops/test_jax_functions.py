@@ -54,6 +54,8 @@ def test_quantise_is_bit_equal_to_the_oracle(granularity, fmt, rng):
     np.testing.assert_array_equal(np.asarray(values), oracle.dequantize(row).astype(np.float32))
     with pytest.raises(ValueError, match="'column' is not one of tensor, row"):
         tj.dequantize(made.data, made.scale_inv, "column")
+    with pytest.raises(ValueError, match="floating point numbers, not int8"):
+        tj.dequantize(made.data, made.scale_inv, granularity, jnp.int8)
 
 
 @pytest.mark.parametrize("precision,dtype", [("fp32", "fp32"), ("bf16", "bf16"), *((p, "fp32") for p in SCALINGS)])
@@ -133,6 +135,8 @@ def test_places_and_counts_are_integers():
                  lambda: tj.functional.grouped_linear(x, jnp.ones((1, 128, 128)), jnp.full(1, 2.5))):
         with pytest.raises(ValueError, match="must be integers, got float32"):
             call()
+    with pytest.raises(ValueError, match="group_sizes must be an array of integers, got list"):
+        tj.functional.grouped_linear(x, jnp.ones((1, 128, 128)), [4])
 
 
 @pytest.mark.report("huggingface/transformers#39408")
