@@ -130,7 +130,10 @@ def run_processes(run_dir: Path, processes: int) -> int:
         print(f"te-plugin train: the {processes} processes ended with exit code {code} and no verdict; continue the run with "
               f"run.dir={run_dir} run.resume=true", file=sys.stderr)
         return 1
-    return Verdict.load(run_dir).exit_code
+    verdict = Verdict.load(run_dir)
+    if verdict.exit_code:
+        print(verdict.line)  # again, as the last line: the elastic launcher reports such an end as a failure of its workers
+    return verdict.exit_code
 
 
 def elastic_command(run_dir: Path, processes: int) -> list[str]:

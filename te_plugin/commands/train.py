@@ -16,7 +16,7 @@ EXAMPLES = """examples:
   te-plugin train recipe=llama_tiny
   te-plugin train recipe=llama_tiny precision=bf16 layout=bshd track.run_name=baseline
   te-plugin train recipe=llama_tiny --cfg job                   print the resolved configuration, run nothing
-  te-plugin train recipe=llama_tiny parallel=ddp --nproc 2      two processes on this machine
+  te-plugin train recipe=llama_tiny parallel=ddp schedule.micro_rows=1 --nproc 2   two processes on this machine, a row each
   te-plugin train recipe=llama_tiny run.dir=RUN_DIR run.resume=true
   te-plugin train --config-dir my_configs recipe=my_recipe      my_configs/recipe/my_recipe.yaml
   te-plugin train recipe=llama3_1_8b data.path=/data/c4 --prepare   make the run directory only, then on every node:

@@ -10,7 +10,8 @@ import pytest
 
 from te_plugin import cli
 from te_plugin.commands import COMMANDS, available
-from te_plugin.config import compose, loads, to_yaml
+from te_plugin.commands import train as train_command
+from te_plugin.config import compose, loads, to_yaml, validate
 
 TINY = "recipe=llama_tiny"
 
@@ -126,3 +127,16 @@ def test_a_defect_of_ours_keeps_its_traceback(run, monkeypatch):
     monkeypatch.setattr("te_plugin.commands.train.run", lambda args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run("train", TINY)
+
+
+def documented_runs() -> list[str]:
+    """The runs of small recipes that the README and the help of `train` show."""
+    root = Path(cli.__file__).parents[1]
+    shown = (root / "README.md").read_text(encoding="utf-8") + train_command.EXAMPLES
+    return sorted(set(re.findall(r"te-plugin train (recipe=llama\w*_tiny(?: [a-z_.]+=[\w.]+| --nproc \d+)*)(?=\s|$)", shown)))
+
+
+@pytest.mark.parametrize("line", documented_runs())
+def test_the_runs_that_are_shown_can_run(line):
+    settings, _, processes = line.partition(" --nproc ")
+    validate(compose([*settings.split(), "run.dir=somewhere"]), for_run=True, world_size=int(processes or 1))

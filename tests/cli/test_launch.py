@@ -111,8 +111,10 @@ def workers(tmp_path, monkeypatch):
 
 @pytest.mark.report("NVIDIA/TransformerEngine#2698")
 @pytest.mark.parametrize("ends,code", [("PASS", 0), ("FAIL", 1), ("INCONCLUSIVE", 2), ("crash", 1)])
-def test_the_exit_code_of_processes_is_never_lost(workers, ends, code):
+def test_the_exit_code_of_processes_is_never_lost(workers, ends, code, capfd):
     assert workers(ends) == code
+    if code and ends != "crash":
+        assert capfd.readouterr().out.splitlines()[-1] == f"verdict: {ends}"
 
 
 def test_the_exit_code_of_one_process_is_its_verdicts(monkeypatch, tmp_path):
