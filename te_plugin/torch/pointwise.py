@@ -292,7 +292,8 @@ def rotary_positions(name: str, x: torch.Tensor, head_dim: int, positions: torch
     if positions is None:
         positions = positions_of(cu_seqlens, tokens)
     if positions.shape != (tokens,) or positions.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name}: positions must be int32[{tokens}], one a row, got {positions.dtype}{list(positions.shape)}")
+        raise ValueError(f"{name}: positions must be int32 or int64 [{tokens}], one a row, got "
+                         f"{positions.dtype}{list(positions.shape)}")
     for what, tensor in (("positions" if cu_seqlens is None else "cu_seqlens", positions), ("inv_freq", inv_freq)):
         check_device(name, what, tensor, x.device)
     return positions.to(torch.int32).contiguous()
@@ -300,7 +301,7 @@ def rotary_positions(name: str, x: torch.Tensor, head_dim: int, positions: torch
 
 def rope(x: torch.Tensor, positions: torch.Tensor | None = None, *, inv_freq: torch.Tensor,
          cu_seqlens: torch.Tensor | None = None, kernel: str = "auto", fallback: str = "error") -> torch.Tensor:
-    """Rotate x[T,H,D] by positions[T] (int32) * inv_freq[D/2] (FP32); pairs are (i, i + D/2).
+    """Rotate x[T,H,D] by positions[T] (int32 or int64) * inv_freq[D/2] (FP32); pairs are (i, i + D/2).
 
     cu_seqlens[N+1] in place of positions gives positions that restart at each segment. No gradient flows to inv_freq.
     Raises ValueError for arguments that do not fit, PlanError when no kernel can run it.
