@@ -15,7 +15,6 @@ all evaluated in BF16, as the mean of the last three evaluations. n is the numbe
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +24,7 @@ from typing import Any
 from te_plugin.config import Config, ConfigError, differences, load
 from te_plugin.convergence.statistics import median as median_of
 from te_plugin.convergence.statistics import paired_mean, slope, spikes
-from te_plugin.convergence.verdict import VERDICT_FILE, Verdict
+from te_plugin.convergence.verdict import VERDICT_FILE, Verdict, read_json
 
 RELATIVE_DELTA, LARGEST_DELTA = 0.0025, 0.010  # of the BF16 loss; nats
 NOISE_FACTOR = 4.0  # on the CPU, delta is at least this many times the twins' root mean square gap
@@ -60,7 +59,7 @@ class Arm:
     def read(cls, run_dir: Path) -> Arm:
         from te_plugin.training.metrics import read_metrics
 
-        return cls(read_metrics(run_dir), json.loads((run_dir / "env.json").read_text(encoding="utf-8")))
+        return cls(read_metrics(run_dir), read_json(run_dir / "env.json"))
 
 
 @dataclass(frozen=True)

@@ -229,6 +229,7 @@ def _refuse(config, attention_type: str, dropout: float, k_channels: int | None,
     unsupported = {
         "apply_query_key_layer_scaling": "scores are scaled by softmax_scale only",
         "qk_clip": "no score maximum is kept",
+        "log_max_attention_logit": "no score maximum is kept",
         "window_attn_skip_freq": "a window holds for every layer or for none",
         "multi_latent_attention": "MLA needs another core attention",
         "no_rope_freq": "RoPE is applied in every layer or in none",

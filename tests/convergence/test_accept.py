@@ -169,6 +169,24 @@ def test_acceptance_runs_every_arm_and_continues_where_it_stopped(rng, tmp_path)
     assert ran == [f"seed2/{name}" for name in ("bf16", "twin", "candidate")]
 
 
+@pytest.mark.parametrize("name", ["verdict.json", "env.json"])
+def test_a_damaged_file_of_a_finished_arm_is_named(rng, tmp_path, name):
+    """After a loss of power: https://github.com/dbolya/yolact/issues/710"""
+
+    def run_arm(cfg, run_dir):
+        run_dir.mkdir(parents=True)
+        made = arm(rng)
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in made.rows))
+        (run_dir / "env.json").write_text(json.dumps(made.environment))
+        Verdict("PASS").save(run_dir)
+        return Verdict("PASS")
+
+    accept(config("accept.seeds=2"), tmp_path, run_arm)
+    (tmp_path / "seed1" / "twin" / name).write_text("")
+    with pytest.raises(ConfigError, match=f"seed1/twin/{name} is damaged"):
+        accept(config("accept.seeds=2"), tmp_path, run_arm)
+
+
 @pytest.mark.parametrize(
     "probability, df, value",
     [
