@@ -57,6 +57,12 @@ def dequantize(
     return y
 
 
+def copy_of(nbytes: int):
+    """A call that copies on the device; what it reads and writes are so many bytes together."""
+    source, target = (torch.empty(nbytes // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
+    return lambda: target.copy_(source)
+
+
 def sampled_rows(rows: int, count: int = 32) -> torch.Tensor:
     """Row numbers on which a large result is compared with float64."""
     chosen = np.random.default_rng(0).choice(rows, min(rows, count), replace=False)

@@ -1,8 +1,9 @@
 """Quantise on Hopper, rows and rows + transposed, alone, fused with RMSNorm and SwiGLU, and of whole models together.
 
 8192 x 14336 BF16 (llama3.1-8B fc2 input) to E4M3, beside torch.compile. The rate counts ideal bytes: every input read once,
-every output written once. Inputs take turns, so none is found in L2. The error is that of the dequantised row-major copy
-against the input.
+every output written once; `of_copy` is that rate divided by the one of a device copy of the same bytes in the same turns, because
+devices differ by a tenth. Inputs take turns, so none is found in L2. The error is that of the dequantised row-major copy against
+the input.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _outputs(rows: int, cols: int, kind: str, transpose: bool):
     return granularity, out, turned, torch.empty(2, device="cuda")
 
 
-def _row(op, case, kernel, took, nbytes, error) -> Row:
+def _row(op, case, kernel, took, copied, nbytes, error) -> Row:
     return Row(
         op,
         case,
@@ -56,6 +57,7 @@ def _row(op, case, kernel, took, nbytes, error) -> Row:
         "TB/s",
         error,
         turns=took.turns,
+        of_copy=copied.median / took.median,
     )
 
 
@@ -74,9 +76,9 @@ def cast(kind: str, transpose: bool, seconds: float) -> list[Row]:
     calls = {"sm90": cuda.Turns(ours, *sets)}
     if peer := _compiled(kind, transpose):
         calls["torch.compile"] = cuda.Turns((lambda x: peer(x, scale)) if kind == "delayed" else peer, *sets)
-    timings = interleaved(calls, seconds, device="cuda")
-    x = sets[0][0]
     nbytes = ROWS * COLS * (4 if transpose else 3)
+    timings = interleaved({**calls, "copy": cuda.copy_of(nbytes)}, seconds, device="cuda")
+    x = sets[0][0]
     rows = []
     for kernel, call in calls.items():
         result = call.call(x)
@@ -92,6 +94,7 @@ def cast(kind: str, transpose: bool, seconds: float) -> list[Row]:
                 f"{kind} {ROWS}x{COLS}",
                 kernel,
                 timings[kernel],
+                timings["copy"],
                 nbytes,
                 error,
             )
@@ -200,6 +203,7 @@ def fused(kind: str, seconds: float) -> list[Row]:
 
 
 def _fused_row(op, case, call, seconds, nbytes, out, granularity, want) -> Row:
-    took = interleaved({"sm90": call}, seconds, device="cuda")["sm90"]
+    took = interleaved({"sm90": call, "copy": cuda.copy_of(nbytes)}, seconds, device="cuda")
     call.call(*call.sets[0])
-    return _row(op, case, "sm90", took, nbytes, relative_error(cuda.dequantize(*out, granularity)[:64], want))
+    error = relative_error(cuda.dequantize(*out, granularity)[:64], want)
+    return _row(op, case, "sm90", took["sm90"], took["copy"], nbytes, error)

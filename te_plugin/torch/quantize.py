@@ -96,14 +96,11 @@ def _specs(rows: int, columns: int, o: QuantizeOptions):
     return *copy(rows, columns), *(copy(columns, rows) if o.transpose else (None, None)), Spec((2,), torch.float32)
 
 
-def _room(spec: Spec, device) -> torch.Tensor:
-    if spec.by_block and device.type == "cuda":
-        return torch.empty_strided(spec.shape, (1, spec.shape[0]), dtype=spec.dtype, device=device)
-    return torch.empty(*spec.shape, dtype=spec.dtype, device=device)  # as `empty` does
-
-
 def allocated(specs, device):
-    return [spec and _room(spec, device) for spec in specs]
+    return [spec and (torch.empty_strided(spec[0], (1, spec[0][0]), dtype=spec[1], device=device)
+                      if spec[2] and device.type == "cuda" else
+                      torch.empty(*spec[0], dtype=spec[1], device=device))  # as `empty` does
+            for spec in specs]
 
 
 def outputs_of(rows: int, columns: int, device, o: QuantizeOptions):
