@@ -36,6 +36,11 @@ def run(args: Namespace) -> int:
         set_threads(args.threads)
     options = Options(tuple(args.case), args.dtype, args.seconds)
     out = console()
+    root = Path("docs/results" if args.save else "runs/bench")
+    try:
+        root.mkdir(parents=True, exist_ok=True)  # before anything is measured for it
+    except OSError as error:
+        raise ConfigError(f"{root} cannot be made: {error.strerror}; start bench where you may write") from error
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -48,7 +53,7 @@ def run(args: Namespace) -> int:
             continue
         report = importlib.import_module(module).run(options)
         report.print(out)
-        for path in report.write(Path("docs/results" if args.save else "runs/bench")):
+        for path in report.write(root):
             out.print(f"wrote {path}")
     return 0
 

@@ -28,8 +28,12 @@ def run(args: Namespace) -> int:
     out = args.out or args.run_b / f"compare-{args.run_a.resolve().name}"
     try:
         comparison = compare_runs(args.run_a, args.run_b, out)
-    except (FileNotFoundError, ValueError) as error:  # what it raises for two runs that cannot be compared
+    except ValueError as error:  # two runs that cannot be compared
         raise ConfigError(str(error)) from error
+    except OSError as error:
+        # compare_runs's own FileNotFoundError has no number: it is about RUN_A or RUN_B.
+        raise ConfigError(str(error) if error.errno is None else f"{out} cannot be written: {error.strerror}; give another "
+                          f"folder with --out") from error
     print("\n".join([f"{args.run_a} -> {args.run_b}", *comparison.lines(), f"picture: {out / 'compare.png'}"]))
     return 0
 

@@ -334,6 +334,16 @@ def _vocabulary(cfg: Config) -> Iterator[str]:
 
 
 @rule
+def _tilde(cfg: Config) -> Iterator[str]:
+    """A shell expands ~ at the start of a word only, so it arrives as it was typed, and would make a folder of that name."""
+    paths = {"data.path": cfg.data.path, "data.tokenizer_path": cfg.data.tokenizer_path, "run.dir": cfg.run.dir,
+             "run.init_from": cfg.run.init_from}
+    for key, path in paths.items():
+        if path is not None and path.startswith("~"):
+            yield f"{key}={path}: the shell leaves a ~ after '=' as it is; write \"$HOME\" or the whole path"
+
+
+@rule
 def _check_and_resume(cfg: Config) -> Iterator[str]:
     if cfg.check.mode == "record" and not cfg.check.reason:
         yield ("check.mode=record replaces the recipe's golden curve, and the file must say why; "

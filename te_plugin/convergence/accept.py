@@ -4,7 +4,7 @@ For every seed three or four runs from the same weights on the same tokens: `bf1
 summation: the noise floor), `candidate`, and on request a `saboteur` that must not pass. Losses are compared on held-out rows,
 all evaluated in BF16, as the mean of the last three evaluations. n is the number of seeds, never of steps.
 
-  G0 contract  arms differ only in the toggled groups; data order and initial weights are equal              void
+  G0 contract  arms differ only in the toggled groups; data order, initial weights and steps are equal       void
   G1 health    finite; median gradient-norm ratio in [0.9, 1.1] after warm-up; at most 2 more loss spikes    FAIL
   G2 endpoint  upper one-sided 95 % t bound of the mean gap below delta                                      FAIL
   G3 shape     training gap of every tenth of the run at most 2 delta, and not growing over the last half    FAIL
@@ -15,7 +15,6 @@ all evaluated in BF16, as the mean of the last three evaluations. n is the numbe
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +24,7 @@ from typing import Any
 from te_plugin.config import Config, ConfigError, differences, load
 from te_plugin.convergence.statistics import median as median_of
 from te_plugin.convergence.statistics import paired_mean, slope, spikes
-from te_plugin.convergence.verdict import VERDICT_FILE, Verdict
+from te_plugin.convergence.verdict import VERDICT_FILE, Verdict, read_json
 
 RELATIVE_DELTA, LARGEST_DELTA = 0.0025, 0.010  # of the BF16 loss; nats
 NOISE_FACTOR = 4.0  # on the CPU, delta is at least this many times the twins' root mean square gap
@@ -60,7 +59,7 @@ class Arm:
     def read(cls, run_dir: Path) -> Arm:
         from te_plugin.training.metrics import read_metrics
 
-        return cls(read_metrics(run_dir), json.loads((run_dir / "env.json").read_text(encoding="utf-8")))
+        return cls(read_metrics(run_dir), read_json(run_dir / "env.json"))
 
 
 @dataclass(frozen=True)
@@ -269,7 +268,27 @@ def _contract_problem(cfg: Config, seeds: Sequence[Mapping[str, Arm]], saboteur:
             for key, what in (("order_hash", "data order"), ("init_hash", "initial weights")):
                 if arm.environment[key] != arms["bf16"].environment[key]:
                     return f"seed {index}: {name} has another {what} than bf16"
+            if problem := _rows_problem(name, arm, arms["bf16"]):
+                return f"seed {index}: {problem}"
     return None
+
+
+def _rows_problem(name: str, arm: Arm, reference: Arm) -> str | None:
+    """Gaps are paired by step: a twin of other steps would widen the noise that every other gap is measured against.
+
+    A candidate that ended early or is not finite is no breach of contract: it fails G1.
+    """
+    is_reference = name in ("bf16", "twin")
+    if is_reference and not all(_is_usable(row) for row in arm.rows):
+        return f"{name} has a step whose loss is not finite or whose gradient norm is not above 0"
+    if not is_reference and len(arm.rows) < len(reference.rows):
+        return None
+    steps, expected = ([(row["step"], "val/loss" in row) for row in one.rows] for one in (arm, reference))
+    return None if steps == expected else f"{name} has other steps or evaluations than bf16"
+
+
+def _is_usable(row: Mapping[str, Any]) -> bool:
+    return math.isfinite(row["train/loss"] + row.get("val/loss", 0.0)) and 0 < row["train/grad_norm"] < math.inf
 
 
 def _twin(reference: Config) -> Config:

@@ -130,6 +130,9 @@ def curve_gates(
         "recipe, data order and initial weights are the golden curve's",
         {"recipe_hash": facts.recipe_hash},
     )
+    if [row["step"] for row in rows] != list(range(1, len(rows) + 1)):
+        message = "rows of some steps are missing from metrics.jsonl: a curve with holes is not judged; start a new run"
+        return [contract, Gate("curve", None, message, {"rows": len(rows), "last_step": rows[-1]["step"]})]
     arm = golden.arm_for(precision, adapter)
     steps, loss, norm = gaps(rows, arm.rows)
     if len(steps) < MIN_STEPS:

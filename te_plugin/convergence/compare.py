@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from te_plugin.convergence.golden import WINDOW, smoothed
+from te_plugin.convergence.verdict import read_json
 
 
 @dataclass(frozen=True)
@@ -91,4 +92,4 @@ def compare_runs(a: Path | str, b: Path | str, out: Path | str | None = None) ->
 
 def _environment(folder: Path) -> dict[str, Any]:
     path = folder / "env.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}

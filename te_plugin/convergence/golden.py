@@ -185,4 +185,4 @@ def _set_bands(rows: list[dict[str, Any]], twins: Mapping[str, Rows], keys: tupl
 
 
 def _log_ratio(a: float, b: float) -> float:
-    return math.log(a / b) if a > 0 and b > 0 else math.inf
+    return math.log(a) - math.log(b) if a > 0 and b > 0 else math.inf

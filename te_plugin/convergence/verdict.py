@@ -9,8 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from te_plugin.config.schema import ConfigError
+
 VERDICT_FILE = "verdict.json"
 EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2, "SUSPECT": 2}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file of a run directory. ConfigError for one that a crash of the machine left empty or cut."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged ({error}); remove it and resume that run, which writes it again") from error
 
 
 @dataclass(frozen=True)
@@ -43,5 +53,5 @@ class Verdict:
 
     @classmethod
     def load(cls, run_dir: Path | str) -> Verdict:
-        data = json.loads((Path(run_dir) / VERDICT_FILE).read_text(encoding="utf-8"))
+        data = read_json(Path(run_dir) / VERDICT_FILE)
         return cls(data["status"], data["reason"], data["details"])

@@ -148,6 +148,9 @@ def write_index(prefix: str | Path, lengths: np.ndarray, dtype) -> None:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
+    """uint16 where every id fits, else int32. DataError for a vocabulary that neither holds."""
+    if vocab_size > 2**31:
+        raise DataError(f"a vocabulary of {vocab_size} ids: token files hold ids below 2**31")
     return np.dtype(np.uint16 if vocab_size <= 65536 else np.int32)
 
 

@@ -47,10 +47,12 @@ def import_weights(source: str | Path, out: str | Path, *, dtype: str = "bf16", 
                           f"without them it would be another model; only plain llamas can be imported")
     temporary = out.with_name(out.name + ".partial")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     try:
+        temporary.mkdir(parents=True)
         _write(reader, wanted, temporary, dtype, progress)
         os.replace(temporary, out)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror or error}; choose another folder") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return reader.model

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
+from torch.utils.weak import WeakIdKeyDictionary
 
 from te_plugin.config import ConfigError
 from te_plugin.megatron.arguments import refuse_unknown
@@ -104,19 +105,27 @@ class CoreAttention(torch.nn.Module):
             raise ValueError("attention_mask is not used with packed_seq_params: cu_seqlens says what a token sees; pass None")
         if (packed.local_cp_size or 1) > 1:
             raise ValueError(f"packed_seq_params.local_cp_size={packed.local_cp_size}: context parallelism is not supported here")
+        if q.dim() != 3:
+            raise ValueError(f"a packed microbatch is one row, q[T,H,D], and the query is {list(q.shape)}; join its rows "
+                             f"into one (tokens [1, b*T]) and shift the cu_seqlens of each by the tokens before it")
         if q.shape[0] != k.shape[0]:
             raise ValueError(f"self-attention over packed rows needs as many keys as queries; got {k.shape[0]} and {q.shape[0]}")
-        cu_q, start_q = _int32(packed.cu_seqlens_q), _int32(packed.cu_seqlens_q_padded)
+        segments = _segments(packed)
         if self.options.rope is not None:
-            positions = getattr(packed, "positions", None)
-            if positions is None:
-                positions = functional.positions_of(cu_q, q.shape[0], start_q)
-            q, k = self._rotate(q, positions), self._rotate(k, positions)
-        out = self._attend(q, k, v, mask, cu_seqlens_q=cu_q, cu_seqlens_q_padded=start_q)
+            at_q = at_k = getattr(packed, "positions", None)
+            if at_q is None:
+                at_q = functional.positions_of(segments["cu_seqlens_q"], q.shape[0], segments["cu_seqlens_q_padded"])
+                at_k = at_q if "cu_seqlens_kv" not in segments else functional.positions_of(
+                    segments["cu_seqlens_kv"], q.shape[0], segments["cu_seqlens_kv_padded"])
+            q, k = self._rotate(q, at_q), self._rotate(k, at_k)
+        out = self._attend(q, k, v, mask, **segments)
         return out.reshape(out.shape[0], -1)
 
     def _padded(self, q, k, v, attention_mask, mask: str) -> torch.Tensor:
         s, b, heads, head_dim = q.shape
+        if k.shape[:2] != q.shape[:2]:
+            raise ValueError(f"core attention of layer {self.layer_number} got {q.shape[0]} queries and {k.shape[0]} keys a row: "
+                             f"decoding from a KV cache is not supported; run the whole row, without an inference_context")
         q, k, v = (x.transpose(0, 1).reshape(b * s, x.shape[2], head_dim) for x in (q, k, v))
         if self.options.rope is not None:
             positions = torch.arange(s, dtype=torch.int32, device=q.device).repeat(b)
@@ -150,6 +159,19 @@ class CoreAttention(torch.nn.Module):
         return {}
 
 
+def _segments(packed: PackedSeqParams) -> dict[str, torch.Tensor | None]:
+    """The segment arguments of functional.attention: those of the keys too, unless they are the very tensors of the queries."""
+    cu_q, start_q, cu_kv, start_kv = (packed.cu_seqlens_q, packed.cu_seqlens_q_padded, packed.cu_seqlens_kv,
+                                      packed.cu_seqlens_kv_padded)
+    if cu_q is None:
+        raise ValueError("packed_seq_params.cu_seqlens_q is None: it says where segments begin; set it and cu_seqlens_kv")
+    cu_kv, start_kv = cu_q if cu_kv is None else cu_kv, start_q if start_kv is None else start_kv
+    segments = {"cu_seqlens_q": _int32(cu_q), "cu_seqlens_q_padded": _int32(start_q)}
+    if cu_kv is not cu_q or start_kv is not start_q:
+        segments |= {"cu_seqlens_kv": _int32(cu_kv), "cu_seqlens_kv_padded": _int32(start_kv)}
+    return segments
+
+
 def _int32(cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
     return None if cu_seqlens is None else cu_seqlens.to(torch.int32)
 
@@ -169,7 +191,27 @@ def _row_lengths(attention_mask: torch.Tensor | None, b: int, s: int) -> torch.T
             f"attention_mask {tuple(attention_mask.shape)} {attention_mask.dtype}: this attention takes None or a padding mask "
             f"bool[{b}, 1, 1, {s}], not a dense mask (it is causal by itself). With Megatron-LM's loaders: "
             f"--no-create-attention-mask-in-dataloader")
+    _require_padding_at_the_end(attention_mask)
     return (~attention_mask).sum(dim=(1, 2, 3), dtype=torch.int32)
+
+
+_masks_read = WeakIdKeyDictionary()  # mask -> its version when it was read
+
+
+def _require_padding_at_the_end(attention_mask: torch.Tensor) -> None:
+    """ValueError for a row with a token after padding. Reads a mask once, not in every layer: on a GPU the host waits for it.
+
+    Not during the capture of a CUDA graph, which allows no reading.
+    """
+    if _masks_read.get(attention_mask) == attention_mask._version:
+        return
+    if attention_mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    if (attention_mask[..., :-1] & ~attention_mask[..., 1:]).any():
+        raise ValueError(
+            "attention_mask has a token after padding: this attention takes rows padded at their end, with True at the padding; "
+            "move the padding to the end (padding_side='right'), or invert a mask that has True at the tokens")
+    _masks_read[attention_mask] = attention_mask._version
 
 
 def _window(config, options: AttentionOptions) -> tuple[int, int] | None:
@@ -196,6 +238,7 @@ def _refuse(config, attention_type: str, dropout: float, k_channels: int | None,
     unsupported = {
         "apply_query_key_layer_scaling": "scores are scaled by softmax_scale only",
         "qk_clip": "no score maximum is kept",
+        "log_max_attention_logit": "no score maximum is kept",
         "window_attn_skip_freq": "a window holds for every layer or for none",
         "multi_latent_attention": "MLA needs another core attention",
         "no_rope_freq": "RoPE is applied in every layer or in none",

@@ -187,6 +187,7 @@ def _refuse_norm_handling(config, fuse: bool) -> None:
 def _refuse_model(config) -> None:
     if config.normalization != "RMSNorm":
         raise ConfigError(f"normalization={config.normalization!r}: this specification builds llamas; set 'RMSNorm'")
-    for name in ("multi_latent_attention", "mtp_num_layers", "experimental_attention_variant", "heterogeneous_block_specs"):
+    for name in ("multi_latent_attention", "qk_l2_norm", "mtp_num_layers", "experimental_attention_variant",
+                 "heterogeneous_block_specs"):
         if getattr(config, name, None):
             raise ConfigError(f"config.{name}={getattr(config, name)!r} is not in this specification; unset it")

@@ -140,3 +140,17 @@ def documented_runs() -> list[str]:
 def test_the_runs_that_are_shown_can_run(line):
     settings, _, processes = line.partition(" --nproc ")
     validate(compose([*settings.split(), "run.dir=somewhere"]), for_run=True, world_size=int(processes or 1))
+
+
+def test_a_folder_that_cannot_be_made_is_named_before_any_work(run, tmp_path):
+    """A file stands where the folder should: https://github.com/hydra-ecosystem/hydra/issues/1817"""
+    (tmp_path / "runs").write_text("")
+    assert "runs/bench cannot be made: Not a directory" in refused(run, "bench", "quantize")
+
+
+def test_a_comparison_that_cannot_be_written_names_its_folder(run, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.resolved.yaml").write_text(to_yaml(compose([TINY], for_run=False)))
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "train/loss": 5.0}\n')
+    assert "a/metrics.jsonl cannot be written: File exists" in refused(run, "compare", "a", "b", "--out", "a/metrics.jsonl")

@@ -26,6 +26,8 @@ REFUSED = [
     ("model.ffn_hidden_size=767", ["fp8_current", "model.ffn_hidden_size is 767", "16"]),
     ("model.ffn_hidden_size=768 precision=fp8_block model.hidden_size=320", ["fp8_block", "model.hidden_size is 320", "128"]),
     ("precision=mxfp8 model.ffn_hidden_size=752", ["mxfp8", "model.ffn_hidden_size is 752", "32"]),
+    # https://github.com/hydra-ecosystem/hydra/issues/1647 (a ~ after "=" stays a ~), https://github.com/ulyssa/iamb/issues/244
+    ("run.dir=~/runs/a", ["run.dir=~/runs/a", "after '='", "$HOME"]),
     ("precision.bf16_layers_at_start=3 precision.bf16_layers_at_end=2", ["is 5", "4 layers"]),
     ("precision=bf16 precision.weight_cache=none", ["precision.weight_cache=none would be ignored", "FP8"]),
     ("precision=bf16 precision.fuse=false", ["precision.fuse=False would be ignored", "FP8 precisions"]),

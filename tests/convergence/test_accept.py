@@ -91,6 +91,30 @@ def test_nan_and_missing_steps_fail(rng):
         assert judge(config(), made).status == "FAIL"
 
 
+@pytest.mark.parametrize("name, rows", [("twin", slice(40)), ("candidate", slice(STEPS)), ("bf16", slice(40))])
+def test_arms_of_other_steps_are_void(rng, name, rows):
+    """A short twin made the noise, and with it delta, as large as the fall of the loss: everything passed.
+    https://github.com/NVIDIA/Megatron-LM/pull/5069 is a comparison of curves of different length."""
+    made = seeds(rng, {})
+    changed = [dict(row) for row in made[1][name].rows[rows]]
+    changed[-1].pop("val/loss")
+    made[1][name] = replace(made[1][name], rows=changed)
+    verdict = judge(config(), made)
+    assert verdict.status == "FAIL" and "void" in verdict.reason and "other steps" in verdict.reason
+
+
+@pytest.mark.parametrize("key, value", [("train/loss", math.nan), ("val/loss", math.inf), ("train/grad_norm", 0.0)])
+@pytest.mark.parametrize("name", ["bf16", "twin"])
+def test_a_reference_that_is_not_finite_is_void(rng, name, key, value):
+    """Comparisons with NaN are false, so it passed: https://github.com/karpathy/autoresearch/pull/84"""
+    made = seeds(rng, {})
+    rows = [dict(row) for row in made[0][name].rows]
+    rows[59][key] = value
+    made[0][name] = replace(made[0][name], rows=rows)
+    verdict = judge(config(), made)
+    assert verdict.status == "FAIL" and f"void: seed 0: {name}" in verdict.reason
+
+
 def test_arms_with_another_data_order_are_void(rng):
     made = seeds(rng, {"order": "other"})
     verdict = judge(config(), made)
@@ -143,6 +167,24 @@ def test_acceptance_runs_every_arm_and_continues_where_it_stopped(rng, tmp_path)
     ran.clear()
     assert accept(config("accept.seeds=3"), tmp_path, run_arm).status == "PASS"
     assert ran == [f"seed2/{name}" for name in ("bf16", "twin", "candidate")]
+
+
+@pytest.mark.parametrize("name", ["verdict.json", "env.json"])
+def test_a_damaged_file_of_a_finished_arm_is_named(rng, tmp_path, name):
+    """After a loss of power: https://github.com/dbolya/yolact/issues/710"""
+
+    def run_arm(cfg, run_dir):
+        run_dir.mkdir(parents=True)
+        made = arm(rng)
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in made.rows))
+        (run_dir / "env.json").write_text(json.dumps(made.environment))
+        Verdict("PASS").save(run_dir)
+        return Verdict("PASS")
+
+    accept(config("accept.seeds=2"), tmp_path, run_arm)
+    (tmp_path / "seed1" / "twin" / name).write_text("")
+    with pytest.raises(ConfigError, match=f"seed1/twin/{name} is damaged"):
+        accept(config("accept.seeds=2"), tmp_path, run_arm)
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,12 @@ def test_too_few_steps_are_not_judged(recorded, rng):
     assert status(curve(rng)[:20], recorded) is True
 
 
+@pytest.mark.parametrize("kept", [slice(40, None), slice(None, None, 2)])
+def test_a_curve_with_holes_is_not_judged(recorded, rng, kept):
+    """Its steps were compared as far as there were any: https://github.com/NVIDIA/Megatron-LM/issues/3097"""
+    assert status(curve(rng)[kept], recorded) is None
+
+
 def test_a_model_that_learned_no_context_fails(rng):
     assert learned_gate(curve(rng, shift=2.0), FACTS).passed is False
     assert learned_gate(curve(rng), FACTS).passed is True

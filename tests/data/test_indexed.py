@@ -108,3 +108,10 @@ def test_an_empty_document_in_the_index_is_named(tmp_path):
 def test_documents_that_are_no_list_of_ids_are_refused(tmp_path, document, message):
     with pytest.raises(DataError, match=message):
         write_indexed(tmp_path / "data", [np.array(document)], 100)
+
+
+def test_ids_that_no_dtype_holds_are_refused_and_not_wrapped(tmp_path):
+    """https://github.com/huggingface/transformers/issues/2825: ids above the dtype became other ids."""
+    with pytest.raises(DataError, match=r"below 2\*\*31"):
+        write_indexed(tmp_path / "data", [np.array([2**31 + 5])], 2**31 + 6)
+    assert not list(tmp_path.iterdir())

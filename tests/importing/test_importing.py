@@ -89,6 +89,10 @@ def test_missing_and_occupied_places_are_named(tmp_path):
         import_weights(tmp_path / "empty", tmp_path / "out")
     with pytest.raises(ConfigError, match="exists already"):
         import_weights(tmp_path / "empty", tmp_path / "empty")
+    small_llama().save_pretrained(tmp_path / "hf")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file/out cannot be written: Not a directory"):
+        import_weights(tmp_path / "hf", tmp_path / "file" / "out")
 
 
 def test_sizes_that_differ_from_the_run_are_all_named(tmp_path):

@@ -184,3 +184,49 @@ def test_padding_rows_reach_no_scale_and_no_gradient(precision):
         results.append([loss.detach(), *[p.grad.clone() for n, p in model.named_parameters() if "output_layer" not in n]])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+def _forward(packed: PackedSeqParams, rows: int = 1):
+    tokens = torch.arange(64).repeat(rows, 1)
+    return build()(input_ids=tokens, position_ids=tokens, attention_mask=None, packed_seq_params=packed)
+
+
+def _of(*cu: int):
+    return torch.tensor(cu, dtype=torch.int32)
+
+
+def test_segments_of_the_keys_are_read_and_not_assumed_to_be_those_of_the_queries():
+    """Equal values in other tensors change nothing; other segments are refused: NVIDIA/Megatron-LM#4103's kind, fields of
+    packed_seq_params that reach no kernel. https://github.com/NVIDIA/Megatron-LM/pull/4103"""
+    cu = _of(0, 20, 32, 64)
+    one = _forward(PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu))
+    assert torch.equal(one, _forward(PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu.clone())))
+    with pytest.raises(ValueError, match="20 and 32"):
+        _forward(PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=_of(0, 32, 40, 64)))
+    with pytest.raises(ValueError, match="start_k"):
+        _forward(PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_kv_padded=_of(0, 24, 40, 64)))
+    with pytest.raises(ValueError, match="cu_seqlens_q is None"):
+        _forward(PackedSeqParams(qkv_format="thd"))
+
+
+def test_several_packed_rows_of_a_microbatch_are_refused_with_what_to_do():
+    """Elsewhere only the first row's boundaries were used: https://github.com/NVIDIA/Megatron-LM/pull/5454"""
+    cu = _of(0, 20, 32, 64)
+    with pytest.raises(ValueError, match="join its rows"):
+        _forward(PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu), rows=2)
+
+
+@pytest.mark.parametrize("padding", [[True] * 2 + [False] * 6, [True] * 6 + [False] * 2], ids=["left padding", "inverted"])
+def test_a_padding_mask_with_tokens_after_padding_is_refused(padding):
+    """Only its count was read, so padding took the place of tokens: https://github.com/Dao-AILab/flash-attention/issues/649"""
+    model = build("layout=bshd")
+    tokens = torch.arange(8)[None]
+    with pytest.raises(ValueError, match="token after padding"):
+        model(input_ids=tokens, position_ids=tokens, attention_mask=torch.tensor(padding)[None, None, None])
+
+
+def test_keys_from_a_cache_are_refused_by_name():
+    """Decoding gives one query and many keys: https://github.com/NVIDIA/TransformerEngine/pull/400"""
+    attention = build("layout=bshd").decoder.layers[0].self_attention.core_attention
+    with pytest.raises(ValueError, match="KV cache"):
+        attention(torch.zeros(1, 1, 4, 16), torch.zeros(9, 1, 2, 16), torch.zeros(9, 1, 2, 16))

@@ -85,8 +85,25 @@ def test_settings_that_would_be_ignored_are_refused_by_name(field, value):
         plugin.layer_spec(config)
 
 
+@pytest.mark.parametrize(("field", "report"), [
+    ("first_last_layers_bf16", "https://github.com/radixark/miles/pull/614"),
+    ("fp8_param", "https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/233"),
+    ("qk_l2_norm", "https://github.com/NVIDIA/Megatron-LM/pull/4067"),
+    ("fp32_residual_connection", "https://github.com/NVIDIA/Megatron-LM/issues/1402"),
+    ("fp8_dot_product_attention", None), ("fp8_multi_head_attention", None), ("batch_invariant_mode", None),
+    ("disable_parameter_transpose_cache", None), ("activation_func_fp8_input_store", None)])
+def test_switches_that_only_other_layers_read_are_refused(field, report):
+    """report: where a specification or a library did not read the switch."""
+    config = transformer_config()
+    assert not getattr(config, field)
+    setattr(config, field, True)
+    with pytest.raises(ConfigError, match=field):
+        plugin.layer_spec(config)
+
+
 @pytest.mark.parametrize(("field", "value"), [
-    ("attention_dropout", 0.1), ("context_parallel_size", 2), ("softmax_type", "learnable"), ("qk_clip", True)])
+    ("attention_dropout", 0.1), ("context_parallel_size", 2), ("softmax_type", "learnable"), ("qk_clip", True),
+    ("log_max_attention_logit", True)])
 def test_core_attention_refuses_what_it_does_not_compute(field, value):
     from megatron.core.transformer.enums import AttnMaskType
 
