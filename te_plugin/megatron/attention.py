@@ -203,7 +203,8 @@ def _require_padding_at_the_end(attention_mask: torch.Tensor) -> None:
 
     Not during the capture of a CUDA graph, which allows no reading.
     """
-    if _masks_read.get(attention_mask) == attention_mask._version:
+    version = 0 if attention_mask.is_inference() else attention_mask._version
+    if _masks_read.get(attention_mask) == version:
         return
     if attention_mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return
@@ -211,7 +212,7 @@ def _require_padding_at_the_end(attention_mask: torch.Tensor) -> None:
         raise ValueError(
             "attention_mask has a token after padding: this attention takes rows padded at their end, with True at the padding; "
             "move the padding to the end (padding_side='right'), or invert a mask that has True at the tokens")
-    _masks_read[attention_mask] = attention_mask._version
+    _masks_read[attention_mask] = version
 
 
 def _window(config, options: AttentionOptions) -> tuple[int, int] | None:

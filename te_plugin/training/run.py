@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import traceback
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -44,15 +45,15 @@ def train(cfg: Config, run_dir: Path | str, adapter: Adapter | None = None) -> V
     world = distributed.start("cpu" if cfg.adapter.name == "maxtext" else cfg.run.device)
     try:
         _set_up_process(cfg, world)
-        cfg = _apply_sabotage(cfg, world)
-        adapter = adapter or _adapter_of(cfg)
-        world = adapter.initialize(cfg, world)
-        _prepare_run_dir(cfg, run_dir, world)
-        with measured_kernels(cfg, world):
-            run = _Run(cfg, run_dir, adapter, world, cfg.run.resume)
-            verdict = run.execute()
-            if cfg.check.mode == "record" and verdict.status == "PASS":
-                verdict = _record(run)
+        with _sabotaged(cfg, world) as cfg:
+            adapter = adapter or _adapter_of(cfg)
+            world = adapter.initialize(cfg, world)
+            _prepare_run_dir(cfg, run_dir, world)
+            with measured_kernels(cfg, world):
+                run = _Run(cfg, run_dir, adapter, world, cfg.run.resume)
+                verdict = run.execute()
+                if cfg.check.mode == "record" and verdict.status == "PASS":
+                    verdict = _record(run)
         if world.is_main:
             print(verdict.line, flush=True)
         return verdict
@@ -274,22 +275,25 @@ def _set_up_process(cfg: Config, world: distributed.World) -> None:
     torch.manual_seed(cfg.run.seed)
 
 
-def _apply_sabotage(cfg: Config, world: distributed.World) -> Config:
-    """Deliberate damage for tests of the checks. Loud, and recorded in env.json and in the run's tags."""
+@contextlib.contextmanager
+def _sabotaged(cfg: Config, world: distributed.World) -> Iterator[Config]:
+    """Deliberate damage for tests of the checks. Loud, recorded in env.json and in the run's tags, and over when the run is."""
     name = cfg.testing.sabotage
-    if name == "none":
-        return cfg
-    if world.is_main:
+    if name != "none" and world.is_main:
         print(
             f"*** testing.sabotage={name}: this run is damaged on purpose; its verdict should not be PASS ***",
             flush=True,
         )
-    if name == "no_document_mask":  # damages the rows of each batch, see step.Batches
-        return cfg
+    if name in ("none", "no_document_mask"):  # the latter damages the rows of each batch, see step.Batches
+        yield cfg
+        return
     from te_plugin.testing import sabotage
 
     kernel = sabotage.install()
-    return replace(cfg, attention=replace(cfg.attention, kernel=kernel), run=replace(cfg.run, fallback="allow"))
+    try:
+        yield replace(cfg, attention=replace(cfg.attention, kernel=kernel), run=replace(cfg.run, fallback="allow"))
+    finally:
+        sabotage.remove()
 
 
 def _prepare_run_dir(cfg: Config, run_dir: Path, world: distributed.World) -> None:

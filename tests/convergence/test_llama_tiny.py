@@ -10,6 +10,7 @@ import pytest
 from te_plugin.config import compose
 from te_plugin.convergence import Golden
 from te_plugin.convergence.golden import golden_path
+from te_plugin.plan import registered
 from te_plugin.training.run import train
 
 
@@ -31,6 +32,7 @@ def test_damage_fails(tmp_path, steps, overrides, gate):
     verdict = run(tmp_path, steps, *overrides)
     assert verdict.status == "FAIL" and verdict.exit_code == 1, verdict.reason
     assert f"{gate}: " in verdict.reason
+    assert "sabotage_dq_slot0" not in {kernel.name for kernel in registered("attention")}, "the damage outlives its run"
 
 
 @pytest.mark.parametrize("overrides", [[], ["precision=bf16", "layout=bshd"]], ids=["itself", "bf16-bshd"])
