@@ -1,8 +1,8 @@
 """Attention whose backward writes dQ of every segment into slot 0: the incident this project began with, on request.
 
 An allocator that hands a kernel the packed dQ accumulator while the kernel addresses it per segment has this effect: the rows
-of the first segment hold the last segment's dQ, all other rows hold nothing. `install()` registers the kernel under its name, last
-in the order; `remove()` takes it out again, or `auto` would take it for problems that every other kernel refuses.
+of the first segment hold the last segment's dQ, all other rows hold nothing. `install()` registers the kernel under its name,
+last in the order; `remove()` takes it out again, or `auto` would take it for problems that every other kernel refuses.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def test_segments_of_the_keys_are_read_and_not_assumed_to_be_those_of_the_querie
     assert torch.equal(one, _forward(PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu.clone())))
     with pytest.raises(ValueError, match="20 and 32"):
         _forward(PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=_of(0, 32, 40, 64)))
-    with pytest.raises(ValueError, match="start_k"):
+    with pytest.raises(ValueError, match="cu_seqlens_kv_padded"):
         _forward(PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_kv_padded=_of(0, 24, 40, 64)))
     with pytest.raises(ValueError, match="cu_seqlens_q is None"):
         _forward(PackedSeqParams(qkv_format="thd"))
