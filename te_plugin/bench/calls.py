@@ -24,6 +24,7 @@ from te_plugin.ops.quantize.problem import scale_shape
 from te_plugin.torch.attention import attention
 from te_plugin.torch.call import DTYPE_NAME
 from te_plugin.torch.linear import linear
+from te_plugin.torch.quantize import scale_dtype
 from te_plugin.torch.state import LinearState
 
 ROWS, FEATURES = 32, 128
@@ -126,7 +127,7 @@ def _linear(precision: str, mode: str) -> tuple[Callable, Callable]:
 def _raw_fp8(x, weight, kind: numerics.Scaling, state: LinearState, training: bool) -> Callable:
     """The launches of one FP8 linear whose weight is quantised already."""
     granularity, code = kind.activation, numerics.GRANULARITY_CODE[kind.activation]
-    format_code, wide = kind.forward_format.code, torch.uint8 if granularity == "mx" else torch.float32
+    format_code, wide = kind.forward_format.code, scale_dtype(granularity)
     data, data_t = torch.empty(ROWS, FEATURES, dtype=torch.uint8), torch.empty(FEATURES, ROWS, dtype=torch.uint8)
     scale_inv = torch.empty(scale_shape(ROWS, FEATURES, granularity), dtype=wide)
     scale_inv_t = torch.empty(scale_shape(FEATURES, ROWS, granularity), dtype=wide)

@@ -8,6 +8,7 @@ import torch
 from te_plugin import ffi, numerics
 from te_plugin.config import ConfigError
 from te_plugin.numerics import GRANULARITY_CODE
+from te_plugin.torch.quantize import allocated, scale_spec
 
 
 def device() -> torch.device:
@@ -24,18 +25,8 @@ def function(name: str):
 
 
 def scales(granularity: str, rows: int, cols: int) -> torch.Tensor:
-    """Room for the scale_inv of a granularity, as torch's layers have it: 1x128 scales lie block after block."""
-    ceil = lambda a, b: -(-a // b)  # noqa: E731
-    shape = {
-        "tensor": (1,),
-        "row": (rows,),
-        "block_1x128": (rows, ceil(cols, 128)),
-        "block_128x128": (ceil(rows, 128), ceil(cols, 128)),
-        "mx": (rows, ceil(cols, 32)),
-    }[granularity]
-    if granularity == "block_1x128":
-        return torch.empty(shape[::-1], device="cuda").t()
-    return torch.empty(shape, dtype=torch.uint8 if granularity == "mx" else torch.float32, device="cuda")
+    """Room for the scale_inv of a granularity, as torch's layers have it."""
+    return allocated([scale_spec(rows, cols, granularity)], torch.device("cuda"))[0]
 
 
 def quantize(

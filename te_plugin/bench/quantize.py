@@ -20,7 +20,7 @@ from te_plugin.bench.harness import Report, Row, call_cost_us, interleaved, rela
 from te_plugin.ffi import function
 from te_plugin.numerics import E4M3, GRANULARITIES, GRANULARITY_CODE
 from te_plugin.ops.quantize.problem import scale_shape
-from te_plugin.torch.quantize import quantize
+from te_plugin.torch.quantize import quantize, scale_dtype
 
 CHECKED_ROWS = 128
 # Read and written for each value of x.
@@ -57,7 +57,7 @@ class Inputs:
         self.kernel, self.plain_kernel = function("cpu", "quantize_transpose"), function("cpu", "quantize")
 
     def _scales(self, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:
-        kind = torch.uint8 if granularity == "mx" else torch.float32
+        kind = scale_dtype(granularity)
         shapes = (
             scale_shape(self.case.rows, self.case.columns, granularity),
             scale_shape(self.case.columns, self.case.rows, granularity),

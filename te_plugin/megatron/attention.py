@@ -18,6 +18,7 @@ from te_plugin.megatron.arguments import refuse_unknown
 from te_plugin.megatron.quant import refuse_unsupported
 from te_plugin.megatron.rope import RopeOptions, inverse_frequencies
 from te_plugin.torch import functional
+from te_plugin.torch.call import version_of
 
 _MASKS = {AttnMaskType.causal: "causal", AttnMaskType.padding_causal: "causal", AttnMaskType.no_mask: "none",
           AttnMaskType.padding: "none"}
@@ -203,7 +204,7 @@ def _require_padding_at_the_end(attention_mask: torch.Tensor) -> None:
 
     Not during the capture of a CUDA graph, which allows no reading.
     """
-    version = 0 if attention_mask.is_inference() else attention_mask._version
+    version = version_of(attention_mask)
     if _masks_read.get(attention_mask) == version:
         return
     if attention_mask.is_cuda and torch.cuda.is_current_stream_capturing():

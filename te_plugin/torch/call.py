@@ -89,6 +89,11 @@ def apply(function: type[torch.autograd.Function], tensors: tuple[torch.Tensor |
     return function.forward(_NoGraph(needs), *tensors, *others)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """The counter of in-place changes; 0 for inference tensors, which have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Operands of a matrix product as torch.autocast wants them: in its dtype where it is on, else as they are."""
     device = tensors[0].device.type

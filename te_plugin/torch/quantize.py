@@ -76,10 +76,6 @@ def _plan(rows, columns, dtype, device, key) -> Plan:
     return plan(o.problem(rows, columns, dtype), target_of(device), o.kernel, o.fallback)
 
 
-def scale_dtype(granularity: str) -> torch.dtype:
-    return torch.uint8 if granularity == "mx" else torch.float32
-
-
 class Spec(NamedTuple):
     """A tensor to allocate. by_block: 1x128 scales [lines, blocks], which lie block after block on a GPU: a kernel then writes
     those of a tile together (one by one they cost a seventh of the cast's time), and cuBLASLt takes them as they are."""
@@ -89,10 +85,19 @@ class Spec(NamedTuple):
     by_block: bool = False
 
 
+def scale_dtype(granularity: str) -> torch.dtype:
+    return torch.uint8 if granularity == "mx" else torch.float32
+
+
+def scale_spec(rows: int, columns: int, granularity: str) -> Spec:
+    """Of the scale_inv of a quantised [rows, columns]."""
+    return Spec(scale_shape(rows, columns, granularity), scale_dtype(granularity), granularity == "block_1x128")
+
+
 def _specs(rows: int, columns: int, o: QuantizeOptions):
     """Of data, scale_inv, data_t, scale_inv_t, stats of a quantised [rows, columns]; None: not asked for."""
-    fp8, scale, by_block = TORCH_DTYPE[o.format], scale_dtype(o.granularity), o.granularity == "block_1x128"
-    copy = lambda r, c: (Spec((r, c), fp8), Spec(scale_shape(r, c, o.granularity), scale, by_block))  # noqa: E731
+    fp8 = TORCH_DTYPE[o.format]
+    copy = lambda r, c: (Spec((r, c), fp8), scale_spec(r, c, o.granularity))  # noqa: E731
     return *copy(rows, columns), *(copy(columns, rows) if o.transpose else (None, None)), Spec((2,), torch.float32)
 
 

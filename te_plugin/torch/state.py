@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from te_plugin import numerics
-from te_plugin.torch.call import is_direct
+from te_plugin.torch.call import is_direct, version_of
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.quantize import QuantizedTensor, QuantizeOptions, quantize_2d, quantize_operand, scale_from_amax
 
@@ -316,7 +316,7 @@ register_optimizer_step_post_hook(_count_step)
 
 
 def _changes(weight: torch.Tensor) -> tuple[int, int]:
-    return (0 if weight.is_inference() else weight._version, _optimizer_steps)  # inference tensors have no counter
+    return version_of(weight), _optimizer_steps
 
 
 class _Mark:
