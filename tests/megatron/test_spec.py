@@ -94,8 +94,22 @@ def test_rotation_inside_attention_refuses_a_model_that_also_rotates_outside():
         config.position_embedding_type = kind
         with pytest.raises(ConfigError, match="set it to 'none'"):
             plugin.rope_layer_spec(config)
+        options = plugin.AttentionOptions(rope=plugin.RopeOptions(theta=1e4))
+        with pytest.raises(ConfigError, match="set it to 'none'"):
+            plugin.layer_spec(config, attention=options)
     config.position_embedding_type = "none"
     with pytest.raises(ConfigError, match="rotary_base"):
+        plugin.rope_layer_spec(config)
+
+
+@pytest.mark.report("NVIDIA/Megatron-LM#2902")
+@pytest.mark.parametrize(("field", "value"), [("rotary_percent", 0.5), ("seq_len_interpolation_factor", 2.0)])
+def test_rotation_inside_attention_refuses_partial_and_interpolated_rotation(field, value):
+    """Megatron-LM's --rotary-percent and --rotary-seq-len-interpolation-factor."""
+    from megatron.training.models.gpt import GPTModelConfig
+
+    config = GPTModelConfig(transformer=transformer(), vocab_size=128, position_embedding_type="none", **{field: value})
+    with pytest.raises(ConfigError, match=f"{field}={value}"):
         plugin.rope_layer_spec(config)
 
 
@@ -108,6 +122,7 @@ def test_rope_scaling_of_the_model_config_reaches_attention():
     assert options.rope == plugin.RopeOptions(theta=500000.0, factor=8.0)
 
 
+@pytest.mark.report("NVIDIA/Megatron-LM#6059")
 @pytest.mark.parametrize(("freq", "expected"), [
     (1, [True] * 4), (2, [True, False, True, False]), ([0, 1, 1, 0], [False, True, True, False])])
 def test_moe_layer_freq_says_which_layers_are_mixtures(freq, expected):
