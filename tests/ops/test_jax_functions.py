@@ -166,3 +166,40 @@ def test_second_derivatives_through_fp8_are_refused_and_not_zero(function):
     assert jax.grad(lambda x: jax.checkpoint(loss)(x))(x).any()
     with pytest.raises(NotImplementedError, match="second derivatives"):
         jax.grad(lambda x: (jax.grad(loss)(x) ** 2).sum())(x)
+
+
+def test_flags_are_true_or_false():
+    """The text "false" is true: it rounded scales to powers of two, and asked for deterministic kernels."""
+    x, w, cu = jnp.ones((8, 128)), jnp.ones((1, 128, 128)), jnp.array([0, 8], jnp.int32)
+    q = x[:, None]
+    for flag, call in (
+            ("pow2_scale", lambda: tj.linear(x, w[0], precision="fp8_current", pow2_scale="false")),
+            ("pow2_scale", lambda: tj.grouped_linear(x, w, jnp.array([8]), "fp8_current", pow2_scale="false")),
+            ("transpose", lambda: tj.quantize(x, transpose="false")),
+            ("deterministic", lambda: tj.attention(q, q, q, cu_seqlens_q=cu, deterministic="false"))):
+        with pytest.raises(ValueError, match=f"{flag}='false' must be True or False"):
+            call()
+
+
+def test_shapes_that_are_no_matrices_are_refused_with_those_that_are_taken():
+    x, w = jnp.ones((4, 128)), jnp.ones((128, 128))
+    for arguments, says in ((([[1.0]], w), "x is a list"), ((jnp.float32(1), w), r"got \(\)"), ((x, w[None]), r"\(1, 128")):
+        with pytest.raises(ValueError, match=r"linear takes x\[...,K\], weight\[N,K\].*" + says):
+            tj.linear(*arguments)
+    with pytest.raises(ValueError, match="scale has 2 numbers"):
+        tj.quantize(x, scale=jnp.ones(2))
+    assert tj.quantize(x, scale=2.0).scale_inv == 0.5
+
+
+def test_experts_of_another_dtype_are_cast_as_a_linear_layers_weight_is(rng):
+    x = jnp.asarray(rng.standard_normal((8, 128)), jnp.bfloat16)
+    w = jnp.asarray(rng.standard_normal((2, 128, 128), dtype=np.float32))
+    sizes = jnp.array([3, 5])
+    y, dw = jax.value_and_grad(lambda w: tj.grouped_linear(x, w, sizes).astype(jnp.float32).sum())(w)
+    assert y == tj.grouped_linear(x, w.astype(jnp.bfloat16), sizes).astype(jnp.float32).sum() and dw.dtype == jnp.float32
+
+
+def test_float64_products_are_added_up_in_float64(rng):
+    with jax.enable_x64(True):
+        x, w = (jnp.asarray(rng.standard_normal((128, 128))) for _ in range(2))
+        assert np.abs(tj.linear(x, w) - np.asarray(x) @ np.asarray(w).T).max() < 1e-12
