@@ -89,7 +89,9 @@ def matmul(a: Operand, b: Operand, out_dtype, kernel: str = "auto", fallback: st
 def _dot(a: Operand, b: Operand, left, right):
     numbers = (((a.contract,), (b.contract,)), ((), ()))
     wide = jnp.float64 if left.dtype == jnp.float64 else jnp.float32
-    return jax.lax.dot_general(left, right, numbers, preferred_element_type=wide)
+    # XLA's default multiplies FP32 operands in TF32 on a GPU.
+    precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+    return jax.lax.dot_general(left, right, numbers, precision=precision, preferred_element_type=wide)
 
 
 def _composite(a: Operand, b: Operand):

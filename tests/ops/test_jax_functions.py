@@ -203,3 +203,17 @@ def test_float64_products_are_added_up_in_float64(rng):
     with jax.enable_x64(True):
         x, w = (jnp.asarray(rng.standard_normal((128, 128))) for _ in range(2))
         assert np.abs(tj.linear(x, w) - np.asarray(x) @ np.asarray(w).T).max() < 1e-12
+
+
+@pytest.mark.report("jax-ml/jax#12008")
+@pytest.mark.parametrize("function", ["linear", "attention"])
+def test_float32_products_are_not_left_to_tensor_cores_of_fewer_bits(function):
+    """XLA's default precision is TF32 on a GPU, ten bits of mantissa; forward and backward say otherwise."""
+    x, cu = jnp.ones((8, 128)), jnp.array([0, 8], jnp.int32)
+    if function == "linear":
+        run = lambda x: (tj.linear(x, jnp.ones((128, 128))) ** 2).sum()
+    else:
+        run = lambda x: (tj.attention(*(x.reshape(8, 4, 32),) * 3, cu_seqlens_q=cu, kernel="composite") ** 2).sum()
+    program = str(jax.make_jaxpr(jax.grad(run))(x))
+    assert program.count("dot_general[") >= 2
+    assert program.count("dot_general[") == program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
