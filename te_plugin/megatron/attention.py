@@ -47,6 +47,12 @@ class AttentionOptions:
     dq_accumulation: str = "fp32"
     deterministic: bool = False
 
+    def __post_init__(self):
+        if self.layout not in (None, "thd", "bshd"):
+            raise ConfigError(f"AttentionOptions.layout={self.layout!r} is not one of None, 'thd', 'bshd'")
+        if not isinstance(self.deterministic, bool):
+            raise ConfigError(f"AttentionOptions.deterministic={self.deterministic!r} must be True or False")
+
     @staticmethod
     def from_config(cfg) -> AttentionOptions:
         """From a run's config.Config."""

@@ -36,6 +36,8 @@ def inverse_frequencies(head_dim: int, options: RopeOptions) -> np.ndarray:
     With scaling (Llama 3.1): wavelengths above original_max_position / low_freq_factor are stretched by factor, those below
     original_max_position / high_freq_factor stay, and between them the two are blended linearly in frequency.
     """
+    if not (options.theta > 0 and options.factor > 0):
+        raise ValueError(f"rotary embedding: theta {options.theta} and factor {options.factor} must be above 0")
     if head_dim % 2:
         raise ValueError(f"rotary embedding pairs the elements of a head: head_dim {head_dim} is odd; use an even head_dim")
     frequencies = options.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)

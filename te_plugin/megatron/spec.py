@@ -85,6 +85,8 @@ def layer_spec(config, vp_stage: int | None = None, *, attention: AttentionOptio
     backward, with one rounding less than a sum outside.
     ConfigError for settings that would be accepted and ignored, config.fp8 first of all.
     """
+    if not isinstance(fuse, bool):
+        raise ConfigError(f"fuse={fuse!r} must be True or False")
     refuse_unsupported(config)
     refuse_model(config, fuse)
     if attention.rope is not None:

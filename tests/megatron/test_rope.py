@@ -42,6 +42,12 @@ def test_llama_3_1_scaling_keeps_fast_pairs_stretches_slow_ones_and_blends_betwe
     assert between.any() and (scaled[between] < plain[between]).all() and (scaled[between] > plain[between] / 8).all()
 
 
+@pytest.mark.parametrize("options", [RopeOptions(theta=0.0), RopeOptions(theta=-1e4), RopeOptions(theta=1e4, factor=0.0)])
+def test_a_base_or_factor_that_gives_no_frequencies_is_refused(options):
+    with pytest.raises(ValueError, match="must be above 0"):
+        inverse_frequencies(8, options)
+
+
 def test_an_odd_head_dim_is_refused():
     with pytest.raises(ValueError, match="head_dim 5 is odd"):
         inverse_frequencies(5, RopeOptions(theta=10000.0))

@@ -169,6 +169,15 @@ def test_what_the_cpu_cannot_run_is_refused_by_name(change, says):
         plugin.transformer_config(cfg)
 
 
+def test_options_that_would_mean_nothing_are_refused_where_they_are_written():
+    """A layout of another name let both layouts through; text is true whatever it says."""
+    for options in (dict(layout="TDH"), dict(deterministic="false")):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            plugin.AttentionOptions(**options)
+    with pytest.raises(ConfigError, match="fuse='false' must be True or False"):
+        plugin.layer_spec(transformer(), fuse="false")
+
+
 def test_building_before_the_process_groups_exist_says_what_to_call():
     code = ("from te_plugin.config import compose; from te_plugin.megatron import build_gpt\n"
             "try: build_gpt(compose(['recipe=llama_tiny'], for_run=False))\n"
