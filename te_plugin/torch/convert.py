@@ -17,6 +17,7 @@ from torch import nn
 from te_plugin.ops.linear_checks import check_accumulation, check_features
 from te_plugin.torch.functional import rms_norm
 from te_plugin.torch.modules import Linear, RMSNorm, has_hooks, make_state
+from te_plugin.torch.options import check_flags
 
 OUTPUT_LAYERS = ("lm_head", "*.lm_head", "output_layer", "*.output_layer")
 
@@ -45,6 +46,7 @@ def convert(model: nn.Module, precision: str = "fp8_current", *, skip: tuple[str
     and compute what this one does (they are tried on a few numbers: Gemma's multiplies by 1 + weight). forward_accumulation,
     state_options: as in te_plugin.torch.Linear. Raises ValueError when nothing at all could be converted.
     """
+    check_flags(norms=norms)
     make_state(precision, state_options)  # refuses wrong options also where no Linear is found to take them
     check_accumulation(forward_accumulation, precision)
     skip = (skip,) if isinstance(skip, str) else skip

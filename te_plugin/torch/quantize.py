@@ -13,7 +13,7 @@ from te_plugin import numerics
 from te_plugin.ops.quantize.problem import LARGE_EXPERT, QuantizeProblem, check_format, check_granularity, scale_shape
 from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch.call import TORCH_DTYPE, define, dtype_name, empty, is_direct, launch, target_of
-from te_plugin.torch.options import Options
+from te_plugin.torch.options import Options, check_flags
 from te_plugin.torch.options import options as options_of
 
 
@@ -336,13 +336,14 @@ def quantize(
         raise ValueError("quantize takes a tensor with at least one dimension, got a scalar")
     check_format(dtype)
     check_granularity(granularity)
+    check_flags(pow2_scale=pow2_scale, transpose=transpose)
     scale = None
     if amax is not None:
         if granularity != "tensor":
             raise ValueError(f"amax is a per-tensor statistic; granularity is {granularity!r}")
         scale = scale_from_amax(_given_amax(amax, x.device), numerics.FORMATS[dtype], pow2_scale)
-    pow2_scale = bool(pow2_scale) and amax is None
-    options = options_of(QuantizeOptions, dtype, granularity, pow2_scale, bool(transpose), amax is not None, kernel, fallback)
+    pow2_scale = pow2_scale and amax is None
+    options = options_of(QuantizeOptions, dtype, granularity, pow2_scale, transpose, amax is not None, kernel, fallback)
     made = quantize_2d(x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1]), options, scale)
     made.shape = x.shape
     return made

@@ -288,6 +288,21 @@ def test_a_label_outside_the_vocabulary_is_refused_by_every_kernel_and_never_cou
         cross_entropy(torch.zeros(3, 16), torch.tensor([1, label, -100]), kernel=kernel, fallback="allow")
 
 
+@pytest.mark.report("chainer/chainer#5127")
+@pytest.mark.parametrize("label", [2**32 + 1, 2**32 - 100, -(2**32) + 3])
+@pytest.mark.parametrize("kernel", ["cpu", "composite"])
+def test_a_label_past_32_bits_does_not_wrap_into_the_vocabulary(kernel, label):
+    with pytest.raises((ValueError, RuntimeError), match=str(2**31 - 1 if label > 0 else -(2**31))):
+        cross_entropy(torch.zeros(2, 16), torch.tensor([1, label]), kernel=kernel, fallback="allow")
+
+
+def test_tensors_without_dimensions_are_named():
+    with pytest.raises(ValueError, match=r"a norm takes x\[...,C\] and weight\[C\]; got x\(\)"):
+        rms_norm(torch.tensor(1.0), torch.ones(1))
+    with pytest.raises(ValueError, match="needs an even one; x has shape \\(\\)"):
+        swiglu(torch.tensor(1.0))
+
+
 @pytest.mark.parametrize("labels", [torch.tensor([0.5, 1.0]), torch.tensor([True, False])], ids=["float", "bool"])
 def test_labels_are_integers(labels):
     with pytest.raises(ValueError, match="labels are torch"):
