@@ -13,11 +13,11 @@ from te_plugin.ops.activation_quantize.problem import ActivationQuantizeProblem
 from te_plugin.ops.attention.problem import AttentionProblem
 from te_plugin.ops.fused_checks import SEPARATE
 from te_plugin.ops.gemm.problem import GemmProblem
-from te_plugin.ops.grouped_gemm.problem import GroupedGemmProblem
+from te_plugin.ops.grouped_gemm.problem import LARGE_EXPERT, GroupedGemmProblem
 from te_plugin.ops.loss.problem import LossProblem
 from te_plugin.ops.norm.problem import NormProblem
 from te_plugin.ops.norm_quantize.problem import NormQuantizeProblem
-from te_plugin.ops.quantize.problem import LARGE_EXPERT, QuantizeProblem
+from te_plugin.ops.quantize.problem import QuantizeProblem
 from te_plugin.ops.quantize_many.problem import QuantizeManyProblem
 from te_plugin.ops.rope.problem import RopeProblem
 from te_plugin.plan import Plan, Target, plan

@@ -54,6 +54,12 @@ def test_result_files_are_written_and_read_back(tmp_path):
         read_result(data)
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_time_that_no_measurement_keeps_is_refused(seconds):
+    with pytest.raises(ConfigError, match=f"--seconds {seconds:g}: above 0, and finite"):
+        Options(seconds=seconds)
+
+
 def test_unknown_cases_are_named():
     with pytest.raises(ConfigError, match="no case is named 'b'; known: a"):
         Options(cases=("b",)).select(["a"], ["fp32"])
