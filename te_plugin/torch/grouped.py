@@ -50,12 +50,17 @@ def _used_rows(group_sizes: torch.Tensor) -> torch.Tensor:
     return group_sizes.sum(0, keepdim=True, dtype=torch.int64)
 
 
+def _plain(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Experts' weights as the kernels read them: in `dtype`, line after line (models that hold [E,K,N] hand in a view)."""
+    return weight.detach().to(dtype).contiguous()
+
+
 class _PlainGroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, group_sizes, o: GroupedOptions):
         ctx.save_for_backward(x, weight, group_sizes)
         ctx.o = o
-        return torch.ops.te_plugin.grouped_gemm(x, weight.to(x.dtype), group_sizes, o.product("forward"))
+        return torch.ops.te_plugin.grouped_gemm(x, _plain(weight, x.dtype), group_sizes, o.product("forward"))
 
     @staticmethod
     @first_derivative_only
@@ -64,7 +69,7 @@ class _PlainGroupedLinear(torch.autograd.Function):
         o, dy = ctx.o, dy.contiguous()
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = torch.ops.te_plugin.grouped_gemm_dgrad(dy, weight.detach().to(dy.dtype), group_sizes, o.product("dgrad"))
+            dx = torch.ops.te_plugin.grouped_gemm_dgrad(dy, _plain(weight, dy.dtype), group_sizes, o.product("dgrad"))
         if ctx.needs_input_grad[1]:
             if o.accumulate_main_grad:
                 torch.ops.te_plugin.grouped_gemm_wgrad_accumulate(dy, x, group_sizes, weight.main_grad, o.product("wgrad"))

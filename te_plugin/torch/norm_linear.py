@@ -267,6 +267,7 @@ def _fp8(function, x, residual, norm_weight, weights, states, bias, row_mask, o:
         check_call(weight, state, o.linear)
     # Rows of zeros stay zeros under RMSNorm: masking before it is masking after it, and NaN there is never read.
     rows, residual_rows = (None if t is None else masked_rows(t, row_mask).contiguous() for t in (x, residual))
+    norm_weight = None if norm_weight is None else norm_weight.contiguous()
     made = apply(function, (rows, residual_rows, norm_weight, *weights), *states, o)
     y, h = made if o.return_input else (made, None)
     y = cut_rows(y, rows)

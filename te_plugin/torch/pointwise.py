@@ -178,6 +178,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, *, residu
         x, residual, weight = autocast(x, residual, weight)
     check_flags(return_input=return_input)
     check_norm(x, weight, residual)
+    weight = weight.contiguous()
     options = PointwiseOptions(eps=float(eps), kernel=kernel, fallback=fallback)
     if residual is None and not return_input:
         return _RMSNorm.apply(_rows(x), weight, options).view(x.shape)

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 
 from te_plugin import numerics
-from te_plugin.ops.quantize.problem import LARGE_EXPERT, QuantizeProblem, check_format, check_granularity, scale_shape
+from te_plugin.ops.grouped_gemm.problem import LARGE_EXPERT
+from te_plugin.ops.quantize.problem import QuantizeProblem, check_format, check_granularity, scale_shape
 from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch.call import TORCH_DTYPE, define, dtype_name, empty, is_direct, launch, target_of
 from te_plugin.torch.options import Options, check_flags
@@ -278,9 +279,11 @@ def _experts_at_once(weight, o: QuantizeOptions):
     if not o.transpose:
         return data, scale, data_t, scale_t, stats
     if o.granularity in ("tensor", "block_128x128"):
-        # A scale that does not depend on the direction gives the same codes in either.
-        data_t = data.view(torch.uint8).transpose(1, 2).contiguous().view(data.dtype)
-        return data, scale, data_t, scale.clone() if scale.dim() == 1 else scale.transpose(1, 2).contiguous(), stats
+        # A scale that does not depend on the direction gives the same codes in either. Clones: a transposed [E,1,1] is contiguous
+        # already, and outputs of an op share no memory.
+        turned = lambda x: x.transpose(1, 2).clone(memory_format=torch.contiguous_format)  # noqa: E731
+        data_t = turned(data.view(torch.uint8)).view(data.dtype)
+        return data, scale, data_t, scale.clone() if scale.dim() == 1 else turned(scale), stats
     data_t, scale_t, *_ = cast(weight.transpose(1, 2).reshape(experts * k, n), plain)
     return data, scale, data_t.view(experts, k, n), scale_t.contiguous().view(experts, k, *scale_t.shape[1:]), stats
 

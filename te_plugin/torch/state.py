@@ -205,7 +205,6 @@ class LinearState(nn.Module):
         self._explicit_steps = False
         # As far as the host knows: a traced graph calibrates on the device alone (`fresh`), and `advance` asks there.
         self._uncalibrated = set(DelayedScaling.OPERANDS) if kind.delayed else set()
-        self._was_traced = False
         # Whether the last training forward needed the transposed weight; None before the first one.
         self.keeps_transpose: bool | None = None
         self.weight_casts = 0
@@ -235,10 +234,8 @@ class LinearState(nn.Module):
         self._explicit_steps = True
         self.new_step()
         if self.delayed is not None:
-            if self._was_traced and self._uncalibrated:
-                # The next call is traced anew without the calibration, and with the fused casts that it kept out.
-                fresh = zip(DelayedScaling.OPERANDS, self.delayed.fresh.tolist(), strict=True)
-                self._uncalibrated &= {operand for operand, is_fresh in fresh if is_fresh}
+            for operand in tuple(self._uncalibrated):
+                self._settle(operand)  # a graph is then traced anew without the calibration, and with the fused casts
             self.delayed.advance(group)
 
     def begin(self, weight: torch.Tensor) -> None:
@@ -249,7 +246,6 @@ class LinearState(nn.Module):
         if self.delayed is None:
             return
         if torch.compiler.is_compiling():
-            self._was_traced = True
             return
         if self.delayed.scale.device != weight.device and not weight.is_meta:  # a weight that was loaded elsewhere
             self.delayed.to(weight.device)
