@@ -164,11 +164,10 @@ class DelayedScaling(nn.Module):
             if saved.shape[:1] != own.shape[:1] or saved.dim() != own.dim():
                 error_msgs.append(f"{prefix}{name} has shape {tuple(saved.shape)}, {tuple(own.shape)} is needed")
                 return
-            if name == "history":
-                own.zero_()
+            if name == "history" and saved.shape != own.shape:
                 length = min(saved.shape[1], own.shape[1])
-                own, saved = own[:, :length], saved[:, :length]
-            own.copy_(saved)
+                saved = torch.nn.functional.pad(saved[:, :length], (0, own.shape[1] - length))
+            own.copy_(saved)  # which may be itself: distributed checkpoints are read into the state dict
         self._asked.clear()
         self.fresh.copy_((self.scale == 1) & ~self.history.any(1) if "scale" in found else torch.ones_like(self.fresh))
 

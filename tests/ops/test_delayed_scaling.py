@@ -216,6 +216,17 @@ def test_a_checkpoint_in_another_dtype_leaves_the_numbers_in_float32(assign):
     loaded(torch.ones(16, 64, dtype=torch.bfloat16)).sum().backward()
 
 
+def test_the_state_dict_of_a_layer_may_be_loaded_into_it():
+    """torch.distributed.checkpoint reads into the tensors of a state dict and then loads it."""
+    layer = Linear(64, 64, precision="fp8_delayed", history_len=4)
+    layer(torch.ones(16, 64)).sum().backward()
+    advance_scaling(layer)
+    before = {name: number.clone() for name, number in layer.state_dict().items()}
+    layer.load_state_dict(layer.state_dict())
+    assert before["state.delayed.history"].any()
+    assert all(torch.equal(number, before[name]) for name, number in layer.state_dict().items())
+
+
 def test_scales_of_a_frozen_layer_follow_its_inputs():
     """Under adapters the first layers need no gradient at all, and what reaches them moves all the same."""
     frozen = torch.nn.Sequential(*(Linear(64, 64, bias=False, precision="fp8_delayed") for _ in range(2))).requires_grad_(False)
