@@ -202,6 +202,8 @@ class LinearState(nn.Module):
         # The weight that the step of delayed scaling began with; (): that step is over; None: none has begun.
         self._advanced_for: _Mark | tuple | None = None
         self._explicit_steps = False
+        # Whether a training forward ran in this step, and whether there was none between two changes of the weight before it.
+        self._trained = self._only_evaluated = False
         # As far as the host knows: a traced graph calibrates on the device alone (`fresh`), and `advance` asks there.
         self._uncalibrated = set(DelayedScaling.OPERANDS) if kind.delayed else set()
         # Whether the last training forward needed the transposed weight; None before the first one.
@@ -215,7 +217,8 @@ class LinearState(nn.Module):
     def __getstate__(self) -> dict:
         """A copy of the layer has a weight of its own, so what is known of this one's stays here."""
         ended = None if self._advanced_for is None else ()
-        return {**self.__dict__, "_cached": None, "_cached_for": None, "_advanced_for": ended}
+        return {**self.__dict__, "_cached": None, "_cached_for": None, "_advanced_for": ended, "_explicit_steps": False,
+                "_trained": False}
 
     def train(self, mode: bool = True):
         if mode != self.training:
@@ -255,6 +258,8 @@ class LinearState(nn.Module):
             return
         if begun is not None:
             self.delayed.advance()
+        if isinstance(begun, _Mark):
+            self._only_evaluated, self._trained = not self._trained, False
         self._advanced_for = _Mark(weight)
 
     def needs_values(self, operand: str) -> bool:
@@ -275,11 +280,15 @@ class LinearState(nn.Module):
         return operand_options(self.kind, operand, self.pow2_scale, transpose), None
 
     def records(self, grad_enabled: bool, needed: bool) -> bool:
-        """Whether a forward is one of training, whose amaxes count. needed: some gradient of the layer is.
+        """Whether the amaxes of a forward count. needed: some gradient of the layer is.
 
-        A frozen layer behind frozen ones needs none, and the values that it quantises move all the same.
+        Those of training do, also in a frozen layer behind frozen ones, which needs no gradient. Of evaluations only those of a
+        layer whose weight changes though it never trains (an average of another's weights): no other forward moves its scales.
         """
-        return needed or (grad_enabled and self.training)
+        trains = needed or (grad_enabled and self.training)
+        if trains and not torch.compiler.is_compiling():
+            self._trained, self._only_evaluated = True, False
+        return trains or self._only_evaluated
 
     def note(self, operand: str, made: QuantizedTensor, record: bool) -> None:
         """Keep the statistics of an operand that such a kernel made."""

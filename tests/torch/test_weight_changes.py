@@ -104,6 +104,24 @@ def test_averaged_weights_that_are_swapped_in_for_an_evaluation_are_used():
     assert torch.equal(layer(x), trained)
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_scales_of_an_averaged_copy_follow_its_weights(explicit):
+    """It never trains; with the scales it was copied with, weights that grew would saturate without a word."""
+    layer = torch.nn.Sequential(*(tp.Linear(64, 64, bias=False, precision="fp8_delayed") for _ in range(2)))
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    layer(x).sum().backward()
+    if explicit:
+        tp.advance_scaling(layer)
+    average = copy.deepcopy(layer).eval()
+    with torch.no_grad():
+        for growth in [1.3] * 8 + [1.0] * 12:  # the scales are a step behind, and the average behind its model
+            for mine, theirs in zip(average.parameters(), layer.parameters(), strict=True):
+                mine.lerp_(theirs.mul_(growth), 0.5)
+            y = average(x)
+        exact = x @ average[0].weight.t() @ average[1].weight.t()
+    assert (y - exact).norm() < 0.1 * exact.norm()
+
+
 def test_a_copy_of_a_layer_knows_nothing_of_the_first_ones_weight():
     layer = tp.Linear(64, 64, bias=False, precision="fp8_delayed")
     layer(torch.ones(16, 64)).sum().backward()
