@@ -142,7 +142,7 @@ def grouped_linear(
     x, = autocast(x)
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
         raise ValueError(f"grouped_linear takes x[M,K] and weight[E,N,K]; got {tuple(x.shape)} and {tuple(weight.shape)}")
-    check_parameters(weight)
+    check_parameters(x, weight)
     if not weight.shape[0]:
         raise ValueError(f"weight{tuple(weight.shape)} holds no expert; at least one is needed")
     if not isinstance(group_sizes, torch.Tensor):

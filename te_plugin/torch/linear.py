@@ -13,7 +13,7 @@ import torch
 
 from te_plugin import numerics
 from te_plugin.ops.linear_checks import check_accumulation, check_features
-from te_plugin.torch.call import DTYPE_NAME, apply, autocast, first_derivative_only
+from te_plugin.torch.call import DTYPE_NAME, apply, autocast, check_device, first_derivative_only
 from te_plugin.torch.gemm import Operand, plain_gemm, scaled_gemm
 from te_plugin.torch.options import check_flags
 from te_plugin.torch.options import options as options_of
@@ -222,7 +222,7 @@ def linear(
 
 def check_shapes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """ValueError for operands that do not go together, naming the one at fault."""
-    check_parameters(weight, bias)
+    check_parameters(x, weight, bias)
     if x.dim() < 1 or weight.dim() != 2:
         raise ValueError(f"linear takes x[...,K] and weight[N,K]; got x{tuple(x.shape)} and weight{tuple(weight.shape)}")
     if x.shape[-1] != weight.shape[-1]:
@@ -231,10 +231,13 @@ def check_shapes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         raise ValueError(f"bias has shape {tuple(bias.shape)}, weight[N,K] has N={weight.shape[0]}")
 
 
-def check_parameters(weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """ValueError for parameters that hold no values of their own: integers, FP8 codes without their scales."""
+def check_parameters(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """ValueError for parameters that lie elsewhere than x or hold no values of their own: integers, FP8 codes without scales."""
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype not in DTYPE_NAME:
+        if tensor is None:
+            continue
+        check_device("linear", name, tensor, x.device)
+        if tensor.dtype not in DTYPE_NAME:
             raise ValueError(f"{name} is {tensor.dtype}; it must hold its values, in one of {', '.join(map(str, DTYPE_NAME))}: "
                              f"dequantize it first")
 

@@ -20,6 +20,7 @@ from te_plugin.torch.linear import (
     cast,
     cast_weight,
     check_call,
+    check_parameters,
     check_shapes,
     cut_rows,
     fp8_forward,
@@ -346,7 +347,8 @@ def gated_mlp(
     x, residual, norm_weight = autocast(x, residual, norm_weight)
     _check(x, residual, norm_weight, fc1_weight, None, return_input)
     row_mask = mask_of_rows(row_mask, x)
-    if fc1_weight.shape[0] != 2 * fc2_weight.shape[1]:
+    check_parameters(x, fc2_weight)
+    if fc2_weight.dim() != 2 or fc1_weight.shape[0] != 2 * fc2_weight.shape[1]:
         raise ValueError(f"fc1_weight[2F,K] has {fc1_weight.shape[0]} rows, fc2_weight[K,F] has F={fc2_weight.shape[1]}")
     options = _options(residual, eps, return_input, reduce_gradient,
                        linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback,

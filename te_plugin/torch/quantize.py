@@ -13,7 +13,7 @@ from te_plugin import numerics
 from te_plugin.ops.grouped_gemm.problem import LARGE_EXPERT
 from te_plugin.ops.quantize.problem import QuantizeProblem, check_format, check_granularity, scale_shape
 from te_plugin.plan import Plan, plan, remember_unmeasured
-from te_plugin.torch.call import TORCH_DTYPE, define, dtype_name, empty, is_direct, launch, target_of
+from te_plugin.torch.call import TORCH_DTYPE, check_device, define, dtype_name, empty, is_direct, launch, target_of
 from te_plugin.torch.options import Options, check_flags
 from te_plugin.torch.options import options as options_of
 
@@ -211,6 +211,7 @@ def dequantize(data, scale_inv, granularity: str, format: str, dtype: torch.dtyp
     """data[R,C] * scale_inv in FP32, rounded once to `dtype` (FP32 or BF16)."""
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"dequantize writes torch.float32 or torch.bfloat16, not {dtype}")
+    check_device("dequantize", "scale_inv", scale_inv, data.device)
     key = options_of(QuantizeOptions, format, granularity).key()
     if not is_direct(data):
         return _dequantize_op(data, scale_inv, key, dtype)

@@ -78,6 +78,20 @@ def test_codes_are_not_taken_for_the_values_of_a_weight(dtype, precision):
             call()
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8_current"])
+def test_tensors_on_two_devices_are_named(precision):
+    """A weight on "meta" has no memory, and a product with it has no values."""
+    for call in (lambda: tp.linear(X, W.to("meta"), precision=precision), lambda: tp.linear(X, W, W[0].to("meta"), precision),
+                 lambda: tp.layer_norm_linear(X, W[0], W.to("meta"), precision=precision),
+                 lambda: tp.gated_mlp(X, W[0], W, W[:, :32].to("meta"), precision=precision),
+                 lambda: tp.grouped_linear(X, W[None].to("meta"), torch.tensor([16]), precision)):
+        with pytest.raises(ValueError, match="(weight|bias) is on meta, the tensor to work on is on cpu"):
+            call()
+    made = tp.quantize(X)
+    with pytest.raises(ValueError, match="scale_inv is on meta"):
+        tp.dequantize(made.data, made.scale_inv.to("meta"), "tensor", "e4m3")
+
+
 @pytest.mark.report("NVIDIA/Megatron-LM#688")
 @pytest.mark.parametrize("precision", ["bf16", "fp8_current"])
 def test_a_weight_that_gets_no_gradient_needs_no_main_grad(precision):
