@@ -1,9 +1,9 @@
 """cuDNN's packed attention (BF16, FP16) as XLA calls it.
 
 JAX has primitives for cuDNN's ragged layout, but its public dot_product_attention passes no offsets of segments; so they are
-called by their names inside JAX, which the plan has looked for (absent_in_jax). A segment is one entry of cuDNN's batch. cuDNN neither
-reads nor writes rows outside segments; they are zeroed here. Lists that reach outside the arrays are run as empty segments and
-make the output and every gradient NaN, as te_plugin.torch.cudnn_attention does.
+called by their names inside JAX, which the plan has looked for (absent_in_jax). A segment is one entry of cuDNN's batch. cuDNN
+neither reads nor writes rows outside segments; they are zeroed here. Lists that reach outside the arrays are run as empty
+segments and make the output and every gradient NaN, as te_plugin.torch.cudnn_attention does.
 
 Legend: T tokens, H query heads, G kv heads, D head dim, N segments (a static capacity).
 """
