@@ -75,7 +75,7 @@ def measure(call: Callable[[], object], device: torch.device, calls: int = 8, wa
 
 
 def of_events(events: Iterable[tuple[str, float, float]], calls: int) -> Breakdown:
-    """Of (name, start, end) in microseconds of everything that ran on a GPU in one call more than `calls`: the first is left out."""
+    """Of (name, start, end) in microseconds of all that ran on a GPU in one call more than `calls`: the first is left out."""
     events = sorted(events, key=lambda event: event[1])
     events = events[len(events) // (calls + 1):]
     took, launches = Counter(), Counter()
