@@ -8,7 +8,6 @@ import torch
 from rich.console import Console
 
 from te_plugin.bench import breakdown, layer
-from te_plugin.bench.harness import read_result
 from te_plugin.bench.layer_models import Inputs, OurLayer, Sizes, TorchLayer, planned_attention, reference, train_call
 from te_plugin.oracle.metrics import compare
 
@@ -46,7 +45,7 @@ def test_one_candidate_more_adds_up_as_the_peers_do():
 
 
 def test_the_time_is_accounted_for_in_the_file_and_on_the_screen(report, tmp_path):
-    data = read_result(report.write(tmp_path)[0])
+    data = json.loads(report.write(tmp_path)[0].read_text(encoding="utf-8"))
     (found,) = data["details"].values()
     for entry in found.values():
         assert set(entry["ms"]) == set(breakdown.GROUPS) and entry["ms"]["gemm"] > 0

@@ -43,9 +43,6 @@ class QuantizeProblem:
         """Shape of scale_inv of the row-major copy (uint8 exponents for mx, else fp32)."""
         return scale_shape(self.rows, self.columns, self.granularity)
 
-    def transposed_scale_shape(self) -> tuple[int, ...]:
-        return scale_shape(self.columns, self.rows, self.granularity)
-
 
 def check_format(name: str) -> None:
     if name not in numerics.FORMATS:
