@@ -115,10 +115,12 @@ def outputs_of(rows: int, columns: int, device, o: QuantizeOptions):
 
 
 def as_op(outputs):
-    """Such outputs as an op returns them: empty tensors in place of None, which no schema of five tensors holds."""
+    """Such outputs as an op returns them: each once, and empty ones in place of None, which no schema of five tensors holds."""
     data, scale_inv, data_t, scale_inv_t, stats = outputs
     if data_t is None:
         data_t, scale_inv_t = data.new_empty(0), scale_inv.new_empty(0)
+    elif scale_inv_t is scale_inv:
+        scale_inv_t = scale_inv.clone()
     return data, scale_inv, data_t, scale_inv_t, stats
 
 
@@ -132,7 +134,10 @@ def _stage(o: QuantizeOptions) -> str:
 def _prepared(rows, columns, dtype, device, key):
     """What a call needs besides its tensors: the plan, its stage, the outputs."""
     o = QuantizeOptions.from_key(key)
-    return _plan(rows, columns, dtype, device, key), _stage(o), _specs(rows, columns, o)
+    stage, specs = _stage(o), list(_specs(rows, columns, o))
+    if stage == "given_transpose":
+        specs[3] = None  # one scale for both copies
+    return _plan(rows, columns, dtype, device, key), stage, specs
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
@@ -147,6 +152,8 @@ def quantize_impl(x, scale, options: str):
     x, device = readable(x), x.device
     chosen, stage, specs = _prepared(*x.shape, dtype_name(x), device, options)
     outputs = allocated(specs, device)
+    if stage == "given_transpose":
+        outputs[3] = outputs[1]
     _fill(chosen, stage, x, scale, outputs)
     return outputs
 
@@ -155,7 +162,6 @@ def _fill(chosen: Plan, stage: str, x, scale, outputs) -> None:
     data, scale_inv, data_t, scale_inv_t, stats = outputs
     if stage == "given_transpose":
         launch(chosen, stage, x, scale, data, data_t, scale_inv, stats, *chosen.attributes)
-        scale_inv_t.copy_(scale_inv)
     elif stage == "given":
         launch(chosen, stage, x, scale, data, scale_inv, stats, *chosen.attributes)
     elif stage == "transpose":

@@ -75,8 +75,7 @@ class DelayedScaling(nn.Module):
     def record(self, operand: str, amax: torch.Tensor) -> None:
         """Fold the amax of something quantised into the history."""
         index = self.OPERANDS.index(operand)
-        slot = self.history[index, 0]
-        slot.copy_(torch.maximum(slot, amax))
+        self.history[index, 0].clamp_min_(amax)  # the larger one, and NaN if either is
         self.seen[index].fill_(1)
 
     def quantize(self, x: torch.Tensor, operand: str, transpose: bool = False, record: bool = True) -> QuantizedTensor:
