@@ -26,7 +26,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("benchmark", nargs="?", choices=tuple(BENCHMARKS), help="which benchmark (default: all of them)")
     parser.add_argument("--case", action="append", default=[], metavar="NAME", help="only this case; may be given more than once")
     parser.add_argument("--dtype", help="only this dtype, for example bf16")
-    parser.add_argument("--seconds", type=float, default=3.0, help="time for the turns of one op and case (default: 3)")
+    parser.add_argument("--seconds", type=float, default=3.0,
+                        help="time for the turns of one op and case, above 0; every candidate takes a few (default: 3)")
     parser.add_argument("--threads", type=int, help="CPU threads of torch and of our kernels (default: all)")
     parser.add_argument("--save", action="store_true", help="write to docs/results/<machine> instead of runs/bench/<machine>")
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from te_plugin import numerics
+from te_plugin import numerics, records
 from te_plugin.paths import recipes_dir
 
 GOLDEN_FILE = "golden.jsonl"
@@ -80,7 +80,7 @@ class Golden:
     @classmethod
     def load(cls, path: Path | str) -> Golden:
         try:
-            header, *rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line]
+            header, *rows = [records.parse(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line]
             if header.get("golden") != 1:
                 raise KeyError("golden")
             missing = {"recipe", "recipe_hash", "reason", "band", "arm"} - set(header)
@@ -88,6 +88,9 @@ class Golden:
             for row in rows:
                 missing |= {"arm", "step", "tokens", "loss", "grad_norm", "band", "norm_band"} - set(row)
                 arms.setdefault(row.get("arm", ""), []).append(row)
+            for name, found in arms.items():
+                if len({row.get("step") for row in found}) != len(found):
+                    raise ValueError(f"arm {name} has a step more than once")
             if missing or header["arm"] not in arms:
                 raise KeyError(", ".join(sorted(missing)) or f"rows of arm {header['arm']}")
         except (json.JSONDecodeError, KeyError, ValueError, AttributeError) as error:
