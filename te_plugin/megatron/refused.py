@@ -53,11 +53,12 @@ def refuse_unsupported(config) -> None:
     for name, why in _SWITCHES.items():
         if getattr(config, name, None):
             raise ConfigError(f"config.{name}={getattr(config, name)!r} is not supported: {why}. Unset it")
-    if getattr(config, "attention_backend", AttnBackend.auto) is not AttnBackend.auto:
-        raise ConfigError(f"config.attention_backend={config.attention_backend.name} chooses among TransformerEngine's kernels; "
+    backend = getattr(config, "attention_backend", None)
+    if backend not in (None, AttnBackend.auto):
+        raise ConfigError(f"config.attention_backend={getattr(backend, 'name', backend)} chooses among TransformerEngine's kernels; "
                           f"leave it at auto, and name a kernel of this plugin in AttentionOptions(kernel=...)")
     for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
-        if getattr(config, name, 1) > 1:
+        if (getattr(config, name, None) or 1) > 1:
             raise ConfigError(f"config.{name}={getattr(config, name)} (num_weight_shards over the tensor-parallel size): these "
                               f"layers hold their tensor-parallel shard whole; leave tensor_parallel_num_weight_shards and "
                               f"expert_tensor_parallel_num_weight_shards unset, and shard weights with FSDP")

@@ -84,6 +84,11 @@ def test_what_only_other_layers_obey_is_refused_by_name(field, value):
         plugin.layer_spec(config_with(**{field: value}))
 
 
+def test_none_is_not_asked_for():
+    """Recipes write it for "as you like"."""
+    plugin.layer_spec(config_with(attention_backend=None, gtp_weight_remat_size=None))
+
+
 @pytest.mark.parametrize("fuse", [True, False])
 def test_recomputation_of_norms_is_refused_before_it_fails_in_the_backward_pass(fuse):
     """Megatron's code for it names a class of TransformerEngine, whether or not a norm stands alone."""
