@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from te_plugin import numerics
+from te_plugin.ops.checks import check_flags
 from te_plugin.ops.linear_checks import check_accumulation, check_features
 from te_plugin.torch import functional as F
 from te_plugin.torch.grouped import refuse_delayed
-from te_plugin.torch.options import check_flags
 from te_plugin.torch.state import LinearState
 
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from te_plugin.ops.activation.problem import ActivationProblem
+from te_plugin.ops.checks import check_flags
 from te_plugin.ops.loss.problem import LossProblem
 from te_plugin.ops.norm.problem import NormProblem
 from te_plugin.ops.rope.problem import RopeProblem
 from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch import launches
 from te_plugin.torch.call import autocast, check_device, define, dtype_name, first_derivative_only, launch, target_of
-from te_plugin.torch.options import Options, check_flags
+from te_plugin.torch.options import Options
 
 IGNORED_LABEL = -100
 
