@@ -197,8 +197,8 @@ def linear(
     (docs/numerics.md); for fp8_current, fp8_delayed and fp8_rowwise. dx and dW add in FP32 either way.
     Raises ValueError for sizes that do not fit, naming the size at fault.
     """
-    check_shapes(x, weight, bias)
     x, = autocast(x)
+    check_shapes(x, weight, bias)
     options = linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback,
                              forward_accumulation)
     check_call(weight, state, options)

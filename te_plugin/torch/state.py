@@ -91,9 +91,7 @@ class LinearState(nn.Module):
 
         Without gradients too: the forward that activation recompute repeats must see the scales that the repetition sees.
         """
-        if self.delayed is None:
-            return
-        if torch.compiler.is_compiling():
+        if self.delayed is None or torch.compiler.is_compiling():
             return
         if self.delayed.scale.device != weight.device and not weight.is_meta:  # a weight that was loaded elsewhere
             self.delayed.to(weight.device)
