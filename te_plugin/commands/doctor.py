@@ -26,7 +26,7 @@ REQUIRED = {"numpy": "arrays", "apache-tvm-ffi": "calls the compiled libraries",
             "omegaconf": "configuration", "rich": "tables", "matplotlib": "pictures"}
 OPTIONAL = {"torch": "extra torch", "megatron-core": "extra megatron", "jax": "extra jax", "jax-tvm-ffi": "extra jax",
             "maxtext": "extra maxtext", "nvidia-cudnn-frontend": "extra cudnn, attention on Hopper", "wandb": "extra wandb",
-            "tiktoken": "extra llama3", "llama-models": "extra llama3", "datasets": "extra data",
+            "tiktoken": "extra llama3", "llama-models": "extra llama3", "pyarrow": "extra data",
             "triton": "portable GPU kernels", "transformer_engine": "not used; a peer in benchmarks"}
 
 

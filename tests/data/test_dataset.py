@@ -224,7 +224,6 @@ def test_context_parallel_batches_can_be_split_as_they_are(config):
 
 
 def test_text_json_parquet_and_indexed_files_of_the_same_documents_give_the_same_rows(config, tmp_path, texts):
-    pytest.importorskip("datasets")
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     for name in ("text", "json", "parquet"):
         (tmp_path / name).mkdir()
