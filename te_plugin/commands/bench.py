@@ -7,6 +7,7 @@ Candidates take turns; times are medians with quartiles, errors are against floa
 from __future__ import annotations
 
 import importlib
+import math
 from argparse import Namespace
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def add_arguments(parser) -> None:
 def run(args: Namespace) -> int:
     if args.threads is not None:
         set_threads(args.threads)
+    if not 0 < args.seconds < math.inf:
+        raise ConfigError(f"--seconds {args.seconds}: give the time in seconds, above 0")
     options = Options(tuple(args.case), args.dtype, args.seconds)
     out = console()
     root = Path("docs/results" if args.save else "runs/bench")

@@ -94,7 +94,10 @@ def _libraries(failures: list[str]) -> Table:
 
 def _tuning() -> str:
     """Where choices between kernels are kept, and how many each file holds."""
-    folder = tuning.cache_folder()
+    try:
+        folder = tuning.cache_folder()
+    except RuntimeError as error:  # a user without a home directory
+        return f"none: {error}"
     found = [f"{path.name}: {tuning.describe(path)}" for path in sorted(folder.glob("*.json"))]
     return f"{folder}" + (f" ({'; '.join(found)})" if found else " (none yet)")
 

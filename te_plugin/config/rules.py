@@ -6,6 +6,7 @@ run is not decided here: the plan is asked for every kernel of the run, and its 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -285,6 +286,9 @@ def _maxtext(cfg: Config) -> Iterator[str]:
 
 
 def _world(cfg: Config, world_size: int) -> Iterator[str]:
+    if world_size < 1:
+        yield f"{world_size} processes: a run needs at least one"
+        return
     if cfg.adapter.name == "maxtext":
         if world_size != 1:
             yield (f"adapter=maxtext with {world_size} processes: JAX drives every device of a machine from one process; leave "
@@ -369,14 +373,14 @@ def _files(cfg: Config) -> Iterator[str]:
         if data.path is None:
             yield f"data={data.name} reads the user's own text; set data.path=PATH"
         elif data.source == "megatron":
-            missing = [str(p) for p in (Path(f"{data.path}.bin"), Path(f"{data.path}.idx")) if not p.is_file()]
+            missing = [name for name in (f"{data.path}.bin", f"{data.path}.idx") if not os.path.isfile(name)]
             if missing:
                 yield f"data.path={data.path}: {' and '.join(missing)} not found; give the common prefix of a .bin and .idx pair"
-        elif not Path(data.path).exists():
+        elif not os.path.exists(data.path):
             yield f"data.path={data.path}: no such file or folder (looked in {Path.cwd()}); correct the path"
-    if data.tokenizer_path is not None and not Path(data.tokenizer_path).exists():
+    if data.tokenizer_path is not None and not os.path.exists(data.tokenizer_path):
         yield f"data.tokenizer_path={data.tokenizer_path}: no such file or folder; correct the path"
-    if cfg.run.init_from is not None and not Path(cfg.run.init_from).exists():
+    if cfg.run.init_from is not None and not os.path.exists(cfg.run.init_from):
         yield f"run.init_from={cfg.run.init_from}: no such checkpoint; correct the path"
 
 

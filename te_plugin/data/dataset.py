@@ -251,7 +251,7 @@ def build_data(cfg, cache_folder: Path | None = None) -> Data:
     )
 
 
-def _open(data, tokenizer: Tokenizer, cache_folder: Path) -> tuple[TokenStore, dict]:
+def _open(data, tokenizer: Tokenizer, cache_folder: Path | None) -> tuple[TokenStore, dict]:
     origin = {"source": data.source, "path": data.path, "synthetic": data.source == "synthetic"}
     if data.source == "synthetic":
         if data.path is not None:

@@ -1,6 +1,7 @@
 """Batches by row number: random access, resuming, the validation split, reports, and refusals."""
 
 import json
+import pwd
 
 import numpy as np
 import pytest
@@ -248,6 +249,15 @@ def test_a_hugging_face_tokenizer_makes_the_rows(config, hf_folder, text_folder)
     assert data.report()["tokenizer"] == f"hf:{folder.name}" and data.report()["bos"] is True
     starts = batch.cu_seqlens_padded[: batch.segments]
     assert set(batch.tokens[starts].tolist()) == {0}, "every document starts with <s>"
+
+
+def test_a_user_without_a_home_directory_keeps_the_tokens_in_memory(config, text_folder, monkeypatch):
+    """A container's user number that no password file knows: https://github.com/dottxt-ai/outlines/pull/1425"""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    assert build_data(config("text", text_folder)).report()["token_cache"] == "none (small input)"
+    monkeypatch.setattr(dataset_module, "PAYS_FROM", 1000)
+    assert build_data(config("text", text_folder)).report()["token_cache"] == "none (this user has no home directory)"
 
 
 def test_large_text_goes_through_the_token_cache_and_small_text_does_not(config, text_folder, tmp_path, monkeypatch):
