@@ -115,6 +115,8 @@ def accept(cfg: Config, out_dir: Path | str, run_arm: RunArm | None = None, sabo
     out_dir = Path(out_dir)
     require_comparable(cfg)
     run_arm = run_arm or _run_here
+    from te_plugin.training.progress import say
+
     for index in range(cfg.accept.seeds):
         for name, arm in arms_of(cfg, index, saboteur).items():
             _require_same_arm(out_dir / f"seed{index}" / name, arm)
@@ -124,7 +126,7 @@ def accept(cfg: Config, out_dir: Path | str, run_arm: RunArm | None = None, sabo
         for name, arm in arms_of(cfg, index, saboteur).items():
             run_dir = out_dir / f"seed{index}" / name
             if not _finished(run_dir):
-                print(f"acceptance: seed {index}, {name}", flush=True)
+                say(f"acceptance: seed {index}, {name}")
                 started = (run_dir / "config.resolved.yaml").exists()  # an arm continues where an earlier attempt stopped
                 verdict = run_arm(replace(arm, run=replace(arm.run, resume=started, dir=str(run_dir))), run_dir)
                 if verdict.status == "INCONCLUSIVE":

@@ -1,7 +1,7 @@
 """The check at the end of a run: is it healthy, and does its curve equal the recipe's golden curve within the measured noise?
 
 Gates, each with its numbers in verdict.json:
-  health    every loss and gradient norm is finite
+  health    every loss, held-out loss and gradient norm is finite
   learned   a finished run on real text ends below the entropy of its token frequencies (the loss without context)
   contract  recipe hash, data order and initial weights are those of the golden curve
   curve     the smoothed paired loss gap stays inside the band at every step, above and below: a leak across documents lowers
@@ -61,7 +61,8 @@ def judge(cfg: Config, run_dir: Path, facts: RunFacts, golden: Golden | None) ->
 
 
 def health_gate(rows: Sequence[Mapping[str, Any]]) -> Gate:
-    bad = [r["step"] for r in rows if not (math.isfinite(r["train/loss"]) and math.isfinite(r["train/grad_norm"]))]
+    # The loss of a step comes before its update: what the last update broke shows in the held-out loss alone.
+    bad = [r["step"] for r in rows if not math.isfinite(r["train/loss"] + r["train/grad_norm"] + r.get("val/loss", 0.0))]
     if not rows:
         return Gate("health", False, "the run has no rows", {})
     message = (

@@ -36,8 +36,11 @@ def decode(value: Any) -> Any:
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def parse_line(line: str) -> dict[str, Any]:
-    row = json.loads(line)
+def parse_line(line: bytes) -> dict[str, Any]:
+    """The row of a line; ValueError when it holds none."""
+    row = json.loads(line.decode("utf-8"))
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        raise ValueError("it has no whole number 'step'")
     return {key: decode(value) for key, value in row.items()}
 
 
@@ -49,18 +52,16 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
     rows: list[dict[str, Any]] = []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
         try:
             rows.append(parse_line(line))
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             if number == len(lines):  # no newline after it: the write never finished
                 break
-            raise MetricsError(
-                f"{path}:{number}: not a JSON row ({error.msg}); the file was edited or damaged"
-            ) from error
+            raise MetricsError(f"{path}:{number}: not a JSON row ({error}); the file was edited or damaged") from error
     return rows
 
 

@@ -20,6 +20,7 @@ from te_plugin.convergence.verdict import VERDICT_FILE, Verdict
 from te_plugin.training.distributed import World
 from te_plugin.training.environment import describe
 from te_plugin.training.metrics import read_metrics
+from te_plugin.training.progress import say
 
 PRECISIONS = ("bf16", "fp8_current", "fp8_delayed")
 
@@ -72,7 +73,7 @@ def record(
             folder = run_dir / "twins" / f"{precision}-{name or 'arm'}".replace("=", "-")
             if not world.broadcast_object((folder / VERDICT_FILE).exists()):
                 if world.is_main:
-                    print(f"noise band: precision={precision} {name}", flush=True)
+                    say(f"noise band: precision={precision} {name}")
                 verdict = run_twin(configuration, folder)
                 if verdict.status != "PASS":
                     return Verdict("FAIL", f"no golden curve was recorded: {folder.name} gave {verdict.line}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from te_plugin.training.metrics import MetricsFile, read_metrics
+from te_plugin.training.progress import say
 from te_plugin.training.wandb_sink import RunIdentity, TrackingError, WandbSink, wandb_installed
 
 MODES = ("auto", "jsonl", "wandb", "wandb_offline")
@@ -67,7 +68,7 @@ class Tracker:
         self.run_dir = Path(run_dir)
         self.active = (global_rank() if rank is None else rank) == 0
         self.error: str | None = None
-        self._warn = warn or (lambda text: print(text, file=sys.stderr, flush=True))
+        self._warn = warn or (lambda text: say(text, sys.stderr))
         self._timeout_s = timeout_s
         self._sink: WandbSink | None = None
         self._started = False

@@ -99,6 +99,17 @@ def test_a_diverged_run_fails_and_names_the_step(recorded, rng):
     assert gate.passed is False and "step 61" in gate.message
 
 
+def test_what_the_last_update_broke_is_seen_in_the_held_out_loss(rng, tmp_path):
+    """A step's own loss comes before its update; and a verdict that holds NaN is still JSON, which has no NaN."""
+    rows = curve(rng)
+    rows[-1]["val/loss"] = math.nan
+    gate = health_gate(rows)
+    assert gate.passed is False and f"step {STEPS}" in gate.message
+    Verdict("FAIL", "diverged", {"val_loss": math.nan, "gates": [{"gap": [math.inf, -math.inf, 1.5]}]}).save(tmp_path)
+    written = json.loads((tmp_path / "verdict.json").read_text(), parse_constant=pytest.fail)
+    assert written["details"] == {"val_loss": "NaN", "gates": [{"gap": ["Infinity", "-Infinity", 1.5]}]}
+
+
 @pytest.mark.parametrize(
     "field, named", [("recipe_hash", "recipe hash"), ("order_hash", "data order"), ("init_hash", "initial weights")]
 )

@@ -66,6 +66,19 @@ def test_appending_after_a_half_written_line_starts_a_clean_line(tmp_path):
     assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2]
 
 
+@pytest.mark.parametrize("line", [b"5", b"[]", b'{"train/loss": 1.0}', b'{"step": "3"}', b"\xff\xfe", b"\0" * 40, b"null"])
+def test_a_line_that_is_no_row_is_named_and_only_at_the_end_forgiven(tmp_path, line):
+    """A crash of the machine leaves zero bytes; an editor leaves anything."""
+    file = MetricsFile(tmp_path)
+    file.append(row(1))
+    file.close()
+    file.path.write_bytes(file.path.read_bytes() + line)
+    assert [r["step"] for r in read_metrics(tmp_path)] == [1]
+    file.path.write_bytes(file.path.read_bytes() + b"\n")
+    with pytest.raises(MetricsError, match=":2: not a JSON row"):
+        read_metrics(tmp_path)
+
+
 def test_damage_in_the_middle_is_an_error_that_names_the_line(tmp_path):
     file = MetricsFile(tmp_path)
     for step in (1, 2, 3):

@@ -1,5 +1,6 @@
 """A run directory holds the truth about a run, and a run that was broken off continues bit for bit."""
 
+import errno
 import json
 import os
 import signal
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from te_plugin.config import load, to_yaml
+from te_plugin.commands.launch import make_run_dir
+from te_plugin.config import ConfigError, load, to_yaml
 from te_plugin.convergence import Verdict
 from te_plugin.training import read_metrics
 from te_plugin.training.checkpoint import latest, list_checkpoints
@@ -138,6 +140,75 @@ def test_resume_before_the_first_checkpoint_starts_again_without_duplicates(smal
     assert latest(early) is None and len(read_metrics(early)) == 2
     train(small("run.resume=true", f"run.dir={early}"), early)
     assert [r["step"] for r in read_metrics(early)] == list(range(1, 11))
+
+
+ENDLESS = """
+import sys, time
+from te_plugin.config import load
+from te_plugin.training import loop, run
+def record(self, step, *rest):
+    print("first step", flush=True)
+    time.sleep(600)
+loop.Loop._record = record
+run.train(load(sys.argv[1] + "/config.resolved.yaml"), sys.argv[1])
+"""
+
+
+@pytest.mark.report("TheMorpheus407/RepoLens#222")
+def test_a_directory_that_a_run_writes_is_left_alone_until_that_run_is_gone(small, tmp_path):
+    """Neither a second start nor the launcher's new configuration touches it; a killed run holds nothing back."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.resolved.yaml").write_text(to_yaml(small(f"run.dir={run}")))
+    first = subprocess.Popen([sys.executable, "-c", ENDLESS, str(run)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    try:
+        assert b"first step" in first.stdout.read(len("first step"))
+        again = small("run.resume=true", f"run.dir={run}", "optim.lr=1e-4")
+        before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
+        with pytest.raises(RunDirError, match=f"is being written by process {first.pid} on .*wait until that run has ended"):
+            train(again, run)
+        with pytest.raises(ConfigError, match=f"is being written by process {first.pid}"):
+            make_run_dir(again)
+        assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+    finally:
+        first.kill()
+        first.wait()
+    assert train(small("run.resume=true", f"run.dir={run}"), make_run_dir(again)).status == "PASS"
+
+
+def test_a_disk_that_is_full_before_the_first_step_is_one_message(small, tmp_path, monkeypatch):
+    def full(path, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr("te_plugin.training.run.write_json", full)
+    with pytest.raises(RunDirError, match="the run directory .* cannot be written: .*No space left"):
+        train(small(), tmp_path / "run")
+
+
+UNREAD = """
+import sys
+from te_plugin.training.worker import main
+code = main(sys.argv[1:])
+sys.stdout = None  # a full disk would also refuse Python's last flush
+sys.exit(code)
+"""
+
+
+@pytest.mark.report("sosreport/sos#4465")
+@pytest.mark.parametrize("reader", ["gone", "full"])
+def test_a_run_goes_on_when_nobody_reads_what_it_prints(small, tmp_path, reader):
+    """`te-plugin train ... | head`, and a log on a full disk; the exit code is the verdict's."""
+    (tmp_path / "config.resolved.yaml").write_text(to_yaml(small()))
+    if reader == "gone":
+        read, write = os.pipe()
+        os.close(read)
+    else:
+        write = os.open("/dev/full", os.O_WRONLY)
+    done = subprocess.run([sys.executable, "-c", UNREAD, str(tmp_path)], stdout=write, stderr=subprocess.PIPE, text=True,
+                          cwd=Path(__file__).parents[2])  # fmt: skip
+    os.close(write)
+    assert done.returncode == 0 and "BrokenPipe" not in done.stderr, done.stderr
+    assert Verdict.load(tmp_path).status == "PASS" and len(read_metrics(tmp_path)) == 10
 
 
 def test_a_changed_learning_rate_on_resume_goes_on_and_is_recorded(small, tmp_path):
