@@ -27,7 +27,7 @@ _FIXED_ON_RESUME = ("recipe", "adapter.name", "model.", "moe.num_experts", "moe.
 def make_run_dir(cfg: Config, now: float | None = None) -> Path:
     """Make the directory of a run (or find it, on resume) and write config.resolved.yaml into it.
 
-    ConfigError when the directory exists and the run does not resume, or when a resumed run is still written, or changes its model
+    ConfigError when the directory exists and the run does not resume, or when a resumed run is still written or changes its model
     or its data.
     """
     if cfg.run.resume:
