@@ -338,6 +338,12 @@ def _vocabulary(cfg: Config) -> Iterator[str]:
 
 
 @rule
+def _recipe_name(cfg: Config) -> Iterator[str]:
+    if "/" in cfg.recipe or cfg.recipe.startswith("."):
+        yield f"recipe: {cfg.recipe}: the name of a recipe is part of folder names; give one without / that begins with no dot"
+
+
+@rule
 def _tilde(cfg: Config) -> Iterator[str]:
     """A shell expands ~ at the start of a word only, so it arrives as it was typed, and would make a folder of that name."""
     paths = {"data.path": cfg.data.path, "data.tokenizer_path": cfg.data.tokenizer_path, "run.dir": cfg.run.dir,

@@ -57,9 +57,9 @@ class Arm:
 
     @classmethod
     def read(cls, run_dir: Path) -> Arm:
-        from te_plugin.training.metrics import read_metrics
+        from te_plugin.training.metrics import CURVE, read_metrics
 
-        return cls(read_metrics(run_dir), read_json(run_dir / "env.json"))
+        return cls(read_metrics(run_dir, CURVE), read_json(run_dir / "env.json"))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,10 @@ EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2, "SUSPECT": 2}
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file of a run directory. ConfigError for one that a crash of the machine left empty or cut."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no keys")
+        return found
     except ValueError as error:
         raise ConfigError(f"{path} is damaged ({error}); remove it and resume that run, which writes it again") from error
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
+CURVE = ("train/tokens", "train/loss", "train/grad_norm")  # what every row of a run has
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -44,8 +45,8 @@ def parse_line(line: bytes) -> dict[str, Any]:
     return {key: decode(value) for key, value in row.items()}
 
 
-def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """The rows of a metrics file or of the run directory that holds it.
+def read_metrics(path: Path | str, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The rows of a metrics file or of the run directory that holds it. needed: numbers that every row must have.
 
     A half-written last line (the process was killed inside a write) is ignored; damage anywhere else is an error.
     """
@@ -58,6 +59,10 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
             continue
         try:
             rows.append(parse_line(line))
+            if len(rows) > 1 and rows[-1]["step"] <= rows[-2]["step"]:
+                raise ValueError(f"step {rows[-1]['step']} after step {rows[-2]['step']}")
+            if absent := [key for key in needed if type(rows[-1].get(key)) not in (int, float)]:
+                raise ValueError(f"it has no number {absent[0]!r}")
         except ValueError as error:
             if number == len(lines):  # no newline after it: the write never finished
                 break

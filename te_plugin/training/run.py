@@ -99,9 +99,10 @@ class _Run:
         matching = golden.arm_for(cfg.precision.name, cfg.adapter.name) if fits else None
         golden_loss = matching.loss_at if matching else lambda step: None
         loop = Loop(cfg, engine, world, tracker, golden_loss, facts.order_hash)
-        verdict = None
+        verdict, last_step = None, 0
         try:
             outcome = self._start_and_run(loop, tracker)
+            last_step = outcome.last_step
             if outcome.interrupted:
                 verdict = Verdict(
                     "INCONCLUSIVE",
@@ -118,7 +119,7 @@ class _Run:
                 tracker.finish(1)
                 raise
         if world.is_main:
-            verdict = self._conclude(verdict, facts, golden, matching)
+            verdict = self._conclude(verdict, facts, golden, matching, last_step)
         verdict = world.broadcast_object(verdict)
         tracker.finish(verdict.exit_code)
         return verdict
@@ -142,10 +143,10 @@ class _Run:
             )
 
     def _conclude(
-        self, verdict: Verdict | None, facts: RunFacts, golden: Golden | None, matching: Arm | None
+        self, verdict: Verdict | None, facts: RunFacts, golden: Golden | None, matching: Arm | None, last_step: int
     ) -> Verdict:
         """Rank 0: what really ran, the verdict and the picture. A full disk must not hide how the run ended."""
-        verdict = verdict or judge(self.cfg, self.run_dir, facts, golden)
+        verdict = verdict or judge(self.cfg, self.run_dir, facts, golden, last_step)
         try:
             write_json(self.run_dir / "kernels.json", self.adapter.launches())
             verdict.save(self.run_dir)

@@ -9,7 +9,7 @@ import pytest
 
 from te_plugin.config import compose
 from te_plugin.convergence import Golden, GoldenError, Verdict, golden
-from te_plugin.convergence.check import RunFacts, curve_gates, health_gate, learned_gate
+from te_plugin.convergence.check import RunFacts, curve_gates, health_gate, learned_gate, rows_gate
 from te_plugin.training import record
 
 STEPS = 120
@@ -124,10 +124,33 @@ def test_too_few_steps_are_not_judged(recorded, rng):
     assert status(curve(rng)[:20], recorded) is True
 
 
-@pytest.mark.parametrize("kept", [slice(40, None), slice(None, None, 2)])
-def test_a_curve_with_holes_is_not_judged(recorded, rng, kept):
+@pytest.mark.parametrize("kept", [slice(40, None), slice(None, None, 2), slice(None, 50), slice(0, 0)])
+def test_a_curve_with_holes_is_not_judged(rng, kept):
     """Its steps were compared as far as there were any: https://github.com/NVIDIA/Megatron-LM/issues/3097"""
-    assert status(curve(rng)[kept], recorded) is None
+    gate = rows_gate(curve(rng)[kept], STEPS)
+    assert gate.passed is None and f"of {STEPS} steps" in gate.message
+    assert rows_gate(curve(rng), STEPS).passed and rows_gate(curve(rng)[:50], 50).passed
+
+
+def test_a_golden_curve_that_was_cut_judges_nothing(recorded, rng):
+    short = golden.Golden(recorded.header, {name: golden.Arm(name, arm.rows[:50]) for name, arm in recorded.arms.items()})
+    assert status(curve(rng), short) is None and status(curve(rng)[:50], short) is True
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda rows: rows[5].update(band=None), "band=None at step 6 of arm fp8_current"),
+    (lambda rows: rows[5].update(band=0), "band=0 at step 6"),
+    (lambda rows: rows[5].update(loss=math.nan), "loss=nan at step 6"),
+    (lambda rows: rows[5].update(loss="2.0"), "loss='2.0' at step 6"),
+    (lambda rows: rows[5].pop("wide_band"), "wide_band"),
+    (lambda rows: rows.pop(5), "the steps of arm fp8_current are not 1, 2, 3"),
+    (lambda rows: rows.insert(5, dict(rows[5])), "the steps of arm fp8_current are not 1, 2, 3"),
+])  # fmt: skip
+def test_a_golden_curve_that_was_damaged_is_refused_before_the_run(recorded, tmp_path, change, message):
+    change(recorded.arms["fp8_current"].rows)
+    recorded.save(tmp_path / "golden.jsonl")
+    with pytest.raises(GoldenError, match=message):
+        Golden.load(tmp_path / "golden.jsonl")
 
 
 def test_a_model_that_learned_no_context_fails(rng):

@@ -79,6 +79,17 @@ def test_a_line_that_is_no_row_is_named_and_only_at_the_end_forgiven(tmp_path, l
         read_metrics(tmp_path)
 
 
+def test_steps_that_do_not_go_up_and_numbers_that_are_missing_are_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "train/loss": "NaN"}\n{"step": 2, "train/loss": 1}\n')
+    assert len(read_metrics(path, ["train/loss"])) == 2
+    with pytest.raises(MetricsError, match=":1: .*it has no number 'val/loss'"):
+        read_metrics(path, ["train/loss", "val/loss"])
+    path.write_text(path.read_text() * 2)
+    with pytest.raises(MetricsError, match=":3: .*step 1 after step 2"):
+        read_metrics(path)
+
+
 def test_damage_in_the_middle_is_an_error_that_names_the_line(tmp_path):
     file = MetricsFile(tmp_path)
     for step in (1, 2, 3):

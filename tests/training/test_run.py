@@ -176,6 +176,19 @@ def test_a_directory_that_a_run_writes_is_left_alone_until_that_run_is_gone(smal
     assert train(small("run.resume=true", f"run.dir={run}"), make_run_dir(again)).status == "PASS"
 
 
+@pytest.mark.parametrize("kept", [0, 2, None])
+def test_a_run_whose_rows_were_lost_is_not_judged(small, tmp_path, kept):
+    """The checkpoint knows more steps than metrics.jsonl: what is left of the curve must not stand for the run."""
+    train(small("schedule.stop_after_steps=4"), tmp_path)
+    metrics = tmp_path / "metrics.jsonl"
+    if kept is None:
+        metrics.unlink()
+    else:
+        metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:kept]))
+    verdict = train(small("run.resume=true", f"run.dir={tmp_path}", "schedule.stop_after_steps=4"), tmp_path)
+    assert (verdict.exit_code, "of 4 steps" in verdict.reason) == ((2, True) if kept else (1, False))
+
+
 def test_a_disk_that_is_full_before_the_first_step_is_one_message(small, tmp_path, monkeypatch):
     def full(path, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
