@@ -320,9 +320,10 @@ def _schedule(cfg: Config) -> Iterator[str]:
     if schedule.tokens < step_tokens:
         yield (f"schedule.tokens={schedule.tokens} is less than one step, {schedule.global_rows} rows * {seq_len} tokens = "
                f"{step_tokens}; raise it or lower schedule.global_rows")
-    if schedule.warmup_tokens >= schedule.tokens:
-        yield (f"schedule.warmup_tokens={schedule.warmup_tokens} is not below schedule.tokens={schedule.tokens}: the learning "
-               f"rate would never leave the warm-up; lower it")
+    trained = schedule.tokens // step_tokens * step_tokens  # a run is a whole number of steps
+    if schedule.warmup_tokens >= max(trained, step_tokens):
+        yield (f"schedule.warmup_tokens={schedule.warmup_tokens} is not below the {trained} tokens of the run's whole steps "
+               f"(schedule.tokens={schedule.tokens}): the learning rate would never leave the warm-up; lower it")
 
 
 @rule
@@ -335,12 +336,6 @@ def _vocabulary(cfg: Config) -> Iterator[str]:
         yield "data.tokenizer=hf needs the folder of the tokenizer; set data.tokenizer_path=FOLDER"
     if cfg.data.source == "corpus" and cfg.check.mode == "golden" and cfg.data.val_fraction == 0:
         yield "check.mode=golden with data.val_fraction=0: the curve is judged on held-out text; raise data.val_fraction"
-
-
-@rule
-def _recipe_name(cfg: Config) -> Iterator[str]:
-    if "/" in cfg.recipe or cfg.recipe.startswith("."):
-        yield f"recipe: {cfg.recipe}: the name of a recipe is part of folder names; give one without / that begins with no dot"
 
 
 @rule

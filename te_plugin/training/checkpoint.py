@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from te_plugin.training.distributed import World
+from te_plugin.training.progress import say
 
 CHECKPOINT_DIR = "checkpoints"
 STATE_FILE = "state.json"
@@ -129,12 +131,20 @@ def save(
                 shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(_save_message(folder, step, tensors, reason))
     if world.is_main:
+        _remove_older(folder, keep)
+    world.barrier()
+    return final
+
+
+def _remove_older(folder: Path, keep: int) -> None:
+    """All but the newest `keep`. What cannot be removed (a file that is held open on NFS, say) stays, and training goes on."""
+    try:
         for old in list_checkpoints(folder)[:-keep]:
             going = folder / f".{old.path.name}.tmp"  # a half-removed folder must not be taken for a checkpoint
             os.rename(old.path, going)
             shutil.rmtree(going)
-    world.barrier()
-    return final
+    except (OSError, CheckpointError) as error:
+        say(f"older checkpoints cannot be removed: {error}", sys.stderr)
 
 
 def _run_stage(stage, world: World) -> str | None:

@@ -236,7 +236,7 @@ def test_what_nothing_reads_in_a_recipe_is_refused(own, written, message):
 def test_the_name_of_a_recipe_leads_to_no_other_folder(own):
     path = own / "recipe/mine.yaml"
     path.write_text(path.read_text().replace("recipe: mine", "recipe: ../mine"))
-    with pytest.raises(ConfigError, match="recipe: ../mine: the name of a recipe is part of folder names"):
+    with pytest.raises(ConfigError, match="recipe: ../mine: the name is part of folder names"):
         compose(["recipe=mine"], for_run=False, config_dir=own)
 
 

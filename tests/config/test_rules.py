@@ -68,6 +68,7 @@ REFUSED = [
     ("schedule.global_rows=3", ["global_rows=3", "micro_rows=2"]),
     ("schedule.tokens=1000 schedule.warmup_tokens=0", ["schedule.tokens=1000", "2048"]),
     ("schedule.warmup_tokens=327680", ["warmup_tokens=327680", "tokens=327680"]),
+    ("schedule.tokens=6143 schedule.warmup_tokens=4096", ["warmup_tokens=4096", "4096 tokens of the run's whole steps"]),
     ("model.vocab_size=256", ["data.tokenizer=bytes", "384", "model.vocab_size=256"]),
     ("data.tokenizer=llama3", ["data.tokenizer=llama3", "128256", "model.vocab_size=384"]),
     ("data.tokenizer=hf", ["data.tokenizer_path=FOLDER"]),

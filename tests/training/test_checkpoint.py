@@ -53,6 +53,20 @@ def test_unfinished_checkpoints_are_ignored_and_removed_by_the_next_save(tmp_pat
     assert not (folder / ".step_00000004.tmp").exists() and ckpt.latest(tmp_path).step == 6
 
 
+@pytest.mark.report("nvidia-cosmos/cosmos-rl#555")
+def test_an_older_checkpoint_that_cannot_be_removed_does_not_end_the_run(tmp_path, monkeypatch, capsys):
+    """NFS keeps a file that somebody has open; the next save tries again."""
+    save(tmp_path, 2)
+    save(tmp_path, 4)
+    with monkeypatch.context() as busy:
+        busy.setattr(ckpt.shutil, "rmtree", lambda path, ignore_errors=False: ignore_errors or os.rmdir(path))
+        save(tmp_path, 6)
+    assert "older checkpoints cannot be removed: [Errno 39] Directory not empty" in capsys.readouterr().err
+    assert ckpt.latest(tmp_path).step == 6
+    save(tmp_path, 8)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_00000006", "step_00000008"]
+
+
 @pytest.mark.report("NVIDIA/Megatron-LM#709")
 @pytest.mark.parametrize(
     "stored, named",
