@@ -59,8 +59,8 @@ def compose(overrides: Sequence[str], *, for_run: bool = True, config_dir: str |
             _set(values, override.key, parse_text(override.key, override.value, WHERE))
     cfg = build(values, f"recipe {choices['recipe']}")
     if "/" in cfg.recipe or cfg.recipe.startswith("."):
-        raise ConfigError(f"{recipe}, recipe: {cfg.recipe}: the name is part of folder names; give one without / that begins with "
-                          f"no dot")
+        raise ConfigError(f"{recipe}, recipe: {cfg.recipe}: the name is part of folder names; give one without / that begins "
+                          f"with no dot")
     validate(cfg, for_run=for_run)
     return cfg
 

@@ -125,17 +125,17 @@ def accept(cfg: Config, out_dir: Path | str, run_arm: RunArm | None = None, sabo
         found = {}
         for name, arm in arms_of(cfg, index, saboteur).items():
             run_dir = out_dir / f"seed{index}" / name
-            if not _finished(run_dir):
+            verdict = Verdict.load(run_dir) if (run_dir / VERDICT_FILE).exists() else None
+            if verdict is None or _broken_off(verdict):
                 say(f"acceptance: seed {index}, {name}")
                 started = (run_dir / "config.resolved.yaml").exists()  # an arm continues where an earlier attempt stopped
                 verdict = run_arm(replace(arm, run=replace(arm.run, resume=started, dir=str(run_dir))), run_dir)
-                if verdict.status == "INCONCLUSIVE":
-                    return _save(Verdict("INCONCLUSIVE", f"seed {index}, {name}: {verdict.reason}"), out_dir)
-                if verdict.status == "FAIL" and name in ("bf16", "twin"):
-                    return _save(
-                        Verdict("FAIL", f"void: the reference arm {name} of seed {index} failed: {verdict.reason}"),
-                        out_dir,
-                    )
+            if _broken_off(verdict):
+                reason = f"seed {index}, {name}: {verdict.reason}; start the same acceptance again to continue"
+                return _save(Verdict("INCONCLUSIVE", reason), out_dir)
+            if verdict.status == "FAIL" and name in ("bf16", "twin"):
+                reason = f"void: the reference arm {name} of seed {index} failed: {verdict.reason}"
+                return _save(Verdict("FAIL", reason), out_dir)
             found[name] = Arm.read(run_dir)
         seeds.append(found)
     verdict = judge(cfg, seeds, saboteur)
@@ -312,8 +312,10 @@ def _require_same_arm(run_dir: Path, arm: Config) -> None:
         raise ConfigError(f"{run_dir} holds an arm with another {changed[0]}; give another folder, or the same settings")
 
 
-def _finished(run_dir: Path) -> bool:
-    return (run_dir / VERDICT_FILE).exists() and Verdict.load(run_dir).status != "INCONCLUSIVE"
+def _broken_off(verdict: Verdict) -> bool:
+    """Whether a signal, a full disk or a crash ended an arm, and not its training: then it goes on before it is judged."""
+    by_training = "gates" in verdict.details or verdict.details.get("error") == "TrainingError"
+    return verdict.status == "INCONCLUSIVE" or (verdict.status == "FAIL" and not by_training)
 
 
 def _run_here(cfg: Config, run_dir: Path) -> Verdict:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from te_plugin.config import compose
 from te_plugin.convergence import Golden, GoldenError, Verdict, golden
@@ -191,6 +192,30 @@ def test_a_band_is_measured_on_whole_twins_or_not_made(rng):
     broken[5]["train/loss"] = math.inf
     with pytest.raises(GoldenError, match="not finite"):
         golden.build({}, {"bf16": curve(rng)}, {"bf16": {"broken": broken}})
+
+
+def test_a_recording_that_was_interrupted_goes_on_with_what_is_not_done(rng, tmp_path, monkeypatch):
+    """A twin that a signal stopped, or that failed, has a verdict too: it runs again instead of standing for a whole one."""
+    monkeypatch.setattr("te_plugin.convergence.golden.recipes_dir", lambda: tmp_path / "recipes")
+    cfg = compose(["recipe=llama_tiny", "check.mode=record", "check.reason=test"], for_run=False)
+    world = SimpleNamespace(size=1, dp_size=1, is_main=True, device=torch.device("cpu"), broadcast_object=lambda value: value)
+    ran = []
+
+    def write(folder, verdict):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in curve(rng, noise=0.01)))
+        verdict.save(folder)
+        return verdict
+
+    def run_twin(cfg, folder):
+        ran.append(folder.name)
+        return write(folder, Verdict("INCONCLUSIVE", "interrupted") if len(ran) == 2 else Verdict("PASS"))
+
+    write(tmp_path / "run", Verdict("PASS"))
+    first = record.record(cfg, tmp_path / "run", FACTS, world, run_twin)
+    assert first.status == "FAIL" and "interrupted" in first.reason and len(ran) == 2
+    assert record.record(cfg, tmp_path / "run", FACTS, world, run_twin).status == "PASS"
+    assert ran[1] == ran[2] and len(ran[1:]) == len(set(ran)), "the interrupted one again, every other one once"
 
 
 def test_smoothing_is_the_mean_of_the_last_window():
