@@ -22,7 +22,6 @@ from dataclasses import dataclass
 import numpy as np
 
 FLT_MAX = float(np.finfo(np.float32).max)
-FLT_MIN = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)

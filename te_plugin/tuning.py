@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from te_plugin import records
 from te_plugin.plan import Choice, Plan
 
 FORMAT = 1
@@ -48,7 +49,7 @@ def cache_path(gpu: str, folder: Path | None = None) -> Path:
 def describe(path: Path) -> str:
     """A few words on a tuning file, for people."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = records.parse(path.read_text(encoding="utf-8"))
         made_with = ", ".join(f"{name} {version}" for name, version in content["made_with"].items())
         return f"{len(content['choices'])} products, made with {made_with}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -73,7 +74,7 @@ class Store:
                           stacklevel=2)
             return {}
         try:
-            content = json.loads(text)
+            content = records.parse(text)
             if content["format"] != FORMAT or content["made_with"] != self.made_with:
                 return {}
             return {problem: _checked(seconds) for problem, seconds in content["choices"].items()}

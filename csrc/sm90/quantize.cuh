@@ -1,7 +1,7 @@
-// Launches the passes that a granularity needs (see quantize_tile.cuh).
+// Launches the passes that a granularity needs (see quantize_kernels.cuh).
 #pragma once
 #include "context.h"
-#include "quantize_tile.cuh"
+#include "quantize_kernels.cuh"
 
 namespace te {
 

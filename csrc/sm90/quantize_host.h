@@ -1,7 +1,7 @@
 // Host side of every quantising op: checks the outputs and fills QuantArgs.
 #pragma once
 #include "host.h"
-#include "quantize_tile.cuh"
+#include "quantize_kernels.cuh"
 
 namespace te {
 

@@ -2,8 +2,7 @@
 //
 // The table is a kernel parameter (up to 32 KB since CUDA 12.1): it is read through the constant cache, travels with the launch and is
 // recorded with it in a CUDA graph, so nothing is uploaded, cached or kept alive. Tiles, scales and statistics are those of
-// quantize_tile.cuh. Unlike those of a single cast, blocks are persistent: a tensor's arguments are fetched, and its statistics
-// added up, once for many of its tiles.
+// quantize_tile.cuh.
 #pragma once
 #include "quantize.cuh"
 
@@ -92,33 +91,24 @@ __global__ void __launch_bounds__(kQuantThreads, kManyBlocks<T>) amax_many_kerne
   flush();
 }
 
-// The casts. Persistent; the tiles are taken from the end of the list, which the pass before has left in L2. The arguments of the tensor
-// at hand lie in shared memory: as loads from a place in the table that is not known before, they would be kept in registers.
+// The casts, a tile a block (quantize_kernel says why); the tiles are taken from the end of the list, which the pass before has left in L2.
+// The arguments of the tensor lie in shared memory: as loads from a place in the table that is not known before, they would be kept in
+// registers.
 template <typename T, int FMT, int MODE, bool TR>
 __global__ void __launch_bounds__(kQuantThreads, kManyBlocks<T>) quantize_many_kernel(const __grid_constant__ ManyTable table) {
   __shared__ QuantSmem<T, MODE, TR> sm;
   __shared__ QuantArgs q;
+  const int index = table.tiles() - 1 - static_cast<int>(blockIdx.x), e = table.tensor_of(index);
+  const ManyTensor& t = table.tensors[e];
+  if (threadIdx.x == 0) q = t.q;
+  const int tiles_c = static_cast<int>((t.q.C + kTile - 1) / kTile), tile = index - table.first[e];
+  const int tile_r = tile / tiles_c, row0 = tile_r * kTile, col0 = (tile - tile_r * tiles_c) * kTile;
+  Vec8<T> v[8];
+  load_many(t, row0, col0, v);
+  __syncthreads();
+  const Scale given = MODE == kGiven ? given_scale<FMT>(q) : Scale{};
   Seen seen;
-  Scale given{};
-  int current = -1;
-  for (int i = blockIdx.x; i < table.tiles(); i += gridDim.x) {
-    const int index = table.tiles() - 1 - i, e = table.tensor_of(index);
-    const ManyTensor& t = table.tensors[e];
-    const int tiles_c = static_cast<int>((t.q.C + kTile - 1) / kTile), tile = index - table.first[e];
-    const int row0 = tile / tiles_c * kTile, col0 = tile % tiles_c * kTile;
-    Vec8<T> v[8];
-    load_many(t, row0, col0, v);
-    __syncthreads();  // the shared memory of the tile before is free
-    if (e != current) {
-      if (current >= 0) add_seen<T>(q, seen), seen = {};
-      __syncthreads();
-      if (threadIdx.x == 0) q = t.q;
-      __syncthreads();
-      if constexpr (MODE == kGiven) given = given_scale<FMT>(q);
-      current = e;
-    }
-    quantize_tile<T, FMT, MODE, TR>(v, q, row0, col0, given, sm, seen);
-  }
+  quantize_tile<T, FMT, MODE, TR>(v, q, row0, col0, given, sm, seen);
   add_seen<T>(q, seen);
 }
 
@@ -131,9 +121,10 @@ __global__ void finish_many_kernel(const __grid_constant__ ManyTable table) {
 }
 
 template <typename T, int FMT, int MODE>
-void launch_casts(const Context& l, const ManyTable& table, unsigned grid) {
-  if (table.transposed) quantize_many_kernel<T, FMT, MODE, true><<<grid, kQuantThreads, 0, l.stream>>>(table);
-  else quantize_many_kernel<T, FMT, MODE, false><<<grid, kQuantThreads, 0, l.stream>>>(table);
+void launch_casts(const Context& l, const ManyTable& table) {
+  const unsigned tiles = static_cast<unsigned>(table.tiles());
+  if (table.transposed) quantize_many_kernel<T, FMT, MODE, true><<<tiles, kQuantThreads, 0, l.stream>>>(table);
+  else quantize_many_kernel<T, FMT, MODE, false><<<tiles, kQuantThreads, 0, l.stream>>>(table);
 }
 
 // The casts, and before them the statistics where scales are made from them.
@@ -142,11 +133,11 @@ void launch_tiles(const Context& l, const ManyTable& table, int64_t granularity)
   const unsigned grid = static_cast<unsigned>(std::min(table.tiles(), l.sms * kManyBlocks<T>));
   const bool given = table.tensors[0].q.scale != nullptr;
   if (granularity == kRow || (granularity == kTensor && !given)) amax_many_kernel<T><<<grid, kQuantThreads, 0, l.stream>>>(table);
-  if (granularity == kTensor) launch_casts<T, FMT, kGiven>(l, table, grid);
-  else if (granularity == kBlock1x128) launch_casts<T, FMT, kMode1x128>(l, table, grid);
-  else if (granularity == kBlock128x128) launch_casts<T, FMT, kMode128x128>(l, table, grid);
-  else if (granularity == kMx) launch_casts<T, FMT, kModeMx>(l, table, grid);
-  else launch_casts<T, FMT, kAmaxArrays>(l, table, grid);
+  if (granularity == kTensor) launch_casts<T, FMT, kGiven>(l, table);
+  else if (granularity == kBlock1x128) launch_casts<T, FMT, kMode1x128>(l, table);
+  else if (granularity == kBlock128x128) launch_casts<T, FMT, kMode128x128>(l, table);
+  else if (granularity == kMx) launch_casts<T, FMT, kModeMx>(l, table);
+  else launch_casts<T, FMT, kAmaxArrays>(l, table);
 }
 
 // Every launch that the tensors of a table need: two; three where scales come from the whole tensor, four with a scale a row.

@@ -5,6 +5,7 @@ A new benchmark is a module here and an entry in BENCHMARKS; timing, table, JSON
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -35,6 +36,10 @@ class Options:
     cases: tuple[str, ...] = ()
     dtype: str | None = None
     seconds: float = 3.0
+
+    def __post_init__(self):
+        if not 0 < self.seconds < math.inf:
+            raise ConfigError(f"--seconds {self.seconds:g}: above 0, and finite; every candidate takes a few turns in any case")
 
     def select(self, names: Iterable[str], dtypes: Iterable[str]) -> None:
         """ConfigError when a case or dtype is asked for that the benchmark does not have."""

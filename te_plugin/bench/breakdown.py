@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -59,30 +60,49 @@ def measure(call: Callable[[], object], device: torch.device, calls: int = 8, wa
     """Profile calls that follow one another. "gaps": time between the first and the last kernel in which none ran.
 
     The GPU works for `warm_ms` first, so that its clock is that of sustained work, as in the timed turns; the sum can still
-    differ from theirs by what the clock does.
+    differ from theirs by what the clock does. A call more runs before those that count: in it the GPU still waits for the host,
+    which layers in a row do not.
     """
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        _keep_busy(call, device, warm_ms)
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
+    if device.type != "cuda":
+        return _of_cpu(call, calls)
+    _keep_busy(call, device, warm_ms)
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(calls + 1):
+            call()
+        torch.cuda.synchronize(device)
+    return of_events(((e.name, e.time_range.start, e.time_range.end) for e in found.events()
+                      if e.device_type == torch.autograd.DeviceType.CUDA and not getattr(e, "is_user_annotation", False)), calls)
+
+
+def of_events(events: Iterable[tuple[str, float, float]], calls: int) -> Breakdown:
+    """Of (name, start, end) in microseconds of all that ran on a GPU in one call more than `calls`: the first is left out."""
+    events = sorted(events, key=lambda event: event[1])
+    events = events[len(events) // (calls + 1):]
+    took, launches = Counter(), Counter()
+    for name, start, end in events:
+        took[name] += end - start
+        launches[name] += 1
+    kernels = [Kernel(name, group_of(name), us / 1e3 / calls, launches[name] / calls) for name, us in took.items() if us > 0]
+    span = (max(end for _, _, end in events) - events[0][1]) / 1e3 / calls if events else 0.0
+    return _breakdown(kernels, span)
+
+
+def _of_cpu(call: Callable[[], object], calls: int) -> Breakdown:
+    with profile(activities=[ProfilerActivity.CPU]) as found:
         for _ in range(calls):
             call()
-        if on_gpu:
-            torch.cuda.synchronize(device)
-    wanted = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
-    kernels = []
-    for event in found.key_averages():
-        if event.device_type != wanted or getattr(event, "is_user_annotation", False):
-            continue
-        took = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        if took > 0:
-            kernels.append(Kernel(event.key, group_of(event.key), took / 1e3 / calls, event.count / calls))
-    kernels.sort(key=lambda kernel: -kernel.ms)
+    kernels = [Kernel(event.key, group_of(event.key), event.self_cpu_time_total / 1e3 / calls, event.count / calls)
+               for event in found.key_averages()
+               if event.device_type == torch.autograd.DeviceType.CPU and event.self_cpu_time_total > 0]
+    ranges = [event.time_range for event in found.events() if event.device_type == torch.autograd.DeviceType.CPU]
+    return _breakdown(kernels, (max(r.end for r in ranges) - min(r.start for r in ranges)) / 1e3 / calls)
+
+
+def _breakdown(kernels: list[Kernel], span: float) -> Breakdown:
+    """span: milliseconds of a call from its first kernel to its last."""
     groups = {name: sum(kernel.ms for kernel in kernels if kernel.group == name) for name in GROUPS}
-    ranges = [event.time_range for event in found.events() if event.device_type == wanted]
-    span = (max(r.end for r in ranges) - min(r.start for r in ranges)) / 1e3 / calls
     groups["gaps"] = max(span - sum(groups.values()), 0.0)
-    return Breakdown(groups, tuple(kernels))
+    return Breakdown(groups, tuple(sorted(kernels, key=lambda kernel: -kernel.ms)))
 
 
 def _keep_busy(call: Callable[[], object], device: torch.device, ms: float) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import gc
-import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -215,15 +214,6 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     panels[-1].set_xlabel("ms, median and quartiles; shorter is better", fontsize=8)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path)
-
-
-def read_result(path: Path) -> dict:
-    """A result file; ValueError when it lacks what the tables of the README need."""
-    data = json.loads(path.read_text(encoding="utf-8"))
-    missing = {"hardware", "date", "commit", "versions", "rows"} - set(data)
-    if missing:
-        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: it is no result file of te-plugin bench")
-    return data
 
 
 def _rounded(row: Row) -> dict:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from te_plugin import numerics
 from te_plugin.config import Config
+from te_plugin.config.sizes import parameter_count
 from te_plugin.plan import Plan
 
 
@@ -30,20 +31,6 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer + self.fp8_weights + self.activations + self.scratch
-
-
-def parameter_count(cfg: Config) -> tuple[int, int]:
-    """(all parameters, those of linear layers inside the transformer layers)."""
-    m, moe = cfg.model, cfg.moe
-    attention = m.hidden_size * (m.num_heads + 2 * m.num_kv_heads) * m.head_dim + m.num_heads * m.head_dim * m.hidden_size
-    mlp = 3 * m.hidden_size * m.ffn_hidden_size
-    router = 0
-    if moe.num_experts:
-        mlp = moe.num_experts * 3 * m.hidden_size * moe.ffn_hidden_size
-        router = moe.num_experts * m.hidden_size
-    linear = m.num_layers * (attention + mlp)
-    embeddings = m.vocab_size * m.hidden_size * (1 if m.tie_embeddings else 2)
-    return linear + m.num_layers * (router + 2 * m.hidden_size) + m.hidden_size + embeddings, linear
 
 
 def estimate(cfg: Config, plans: Iterable[Plan], processes: int = 1) -> MemoryEstimate:

@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from te_plugin.config import Config, ConfigError, differences, load
+from te_plugin.config.sizes import parameter_count
 from te_plugin.convergence.statistics import median as median_of
 from te_plugin.convergence.statistics import paired_mean, slope, spikes
 from te_plugin.convergence.verdict import VERDICT_FILE, Verdict, read_json
 
 RELATIVE_DELTA, LARGEST_DELTA = 0.0025, 0.010  # of the BF16 loss; nats
-NOISE_FACTOR = 4.0  # on the CPU, delta is at least this many times the twins' root mean square gap
+NOISE_FACTOR = 4.0  # for a small model, delta is at least this many times the twins' root mean square gap
+SMALL_MODEL = 100_000_000  # parameters; such a model is noisier than the standard delta wherever it runs
 BLOCKS = 10
 TOGGLED = ("precision.", "attention.", "schedule.micro_rows", "run.fallback", "testing.", "run.dir", "track.", "check.")
 _OF_ONE_START = ("run.dir", "run.resume", "track.", "accept.")  # may differ when an acceptance is continued
@@ -154,7 +156,7 @@ def judge(cfg: Config, seeds: Sequence[Mapping[str, Arm]], saboteur: str | None 
         return Verdict("FAIL", f"void: {problem}", {"delta": None})
     twin_gaps = [s["twin"].held_out - s["bf16"].held_out for s in seeds]
     bf16_loss = sum(s["bf16"].held_out for s in seeds) / len(seeds)
-    delta, why = _delta(cfg, bf16_loss, twin_gaps, seeds[0]["bf16"].environment.get("device"))
+    delta, why = _delta(cfg, bf16_loss, twin_gaps)
     gates = _candidate_gates(cfg, seeds, "candidate", delta)
     twin_mean = sum(twin_gaps) / len(twin_gaps)
     assay = Gate(
@@ -247,12 +249,12 @@ def _shape(pairs: Sequence[tuple[Arm, Arm]], delta: float) -> Gate:
     return Gate("G3 shape", passed, message, {"blocks": blocks, "growth": growth})
 
 
-def _delta(cfg: Config, bf16_loss: float, twin_gaps: Sequence[float], device: str | None) -> tuple[float, str]:
+def _delta(cfg: Config, bf16_loss: float, twin_gaps: Sequence[float]) -> tuple[float, str]:
     if cfg.accept.delta is not None:
         return cfg.accept.delta, "accept.delta"
     standard = min(RELATIVE_DELTA * bf16_loss, LARGEST_DELTA)
     noise = NOISE_FACTOR * math.sqrt(sum(g * g for g in twin_gaps) / len(twin_gaps))
-    if device == "cpu" and noise > standard:
+    if parameter_count(cfg)[0] < SMALL_MODEL and noise > standard:
         return (
             noise,
             f"{NOISE_FACTOR:g} x the twins' root mean square gap: more than the standard {standard:.5f}",

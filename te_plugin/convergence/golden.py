@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from te_plugin import numerics
+from te_plugin import numerics, records
 from te_plugin.paths import recipes_dir
 
 GOLDEN_FILE = "golden.jsonl"
@@ -81,7 +81,7 @@ class Golden:
     @classmethod
     def load(cls, path: Path | str) -> Golden:
         try:
-            header, *rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line]
+            header, *rows = [records.parse(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line]
             if header.get("golden") != 1:
                 raise KeyError("golden")
             missing = {"recipe", "recipe_hash", "reason", "band", "arm"} - set(header)
@@ -94,7 +94,7 @@ class Golden:
                 raise KeyError(f"rows of arm {header['arm']}")
             for name, found in arms.items():
                 if [row["step"] for row in found] != list(range(1, len(found) + 1)):
-                    raise ValueError(f"the steps of arm {name} are not 1, 2, 3, ...")
+                    raise ValueError(f"the steps of arm {name} are not 1, 2, 3, ...: one is missing or stands more than once")
         except (KeyError, ValueError, AttributeError, TypeError) as error:
             raise GoldenError(f"{path} is no golden curve ({error}); record it again with check.mode=record") from error
         return cls(header, {name: Arm(name, found) for name, found in arms.items()})

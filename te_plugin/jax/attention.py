@@ -11,10 +11,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from te_plugin.jax import launches
+from te_plugin.jax import composite_attention, launches, xla_attention
 from te_plugin.jax.call import dtype_name, launch, shape_of, target_of_backend
+from te_plugin.ops.attention.cudnn import rows_one_by_one
 from te_plugin.ops.attention.problem import AttentionProblem, checked_window
 from te_plugin.plan import Plan, plan
+
+# Kernels without a library of ours: a module each, with the forward and backward of the contract of the planned kernels.
+IN_JAX = {"xla": xla_attention, "composite": composite_attention}
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,15 @@ class AttentionOptions:
     kernel: str = "auto"
     fallback: str = "error"
 
+    @classmethod
+    def of(cls, *, window=None, softmax_scale=None, **options) -> AttentionOptions:
+        """From the arguments of `attention`."""
+        scale = None if softmax_scale is None else float(softmax_scale)
+        return cls(window=checked_window(window, softmax_scale), softmax_scale=scale, **options)
 
-def plan_of(q, k, cu_q, o: AttentionOptions) -> Plan:
-    problem = AttentionProblem(
+
+def _problem(q, k, cu_q, o: AttentionOptions) -> AttentionProblem:
+    return AttentionProblem(
         tokens_q=q.shape[0],
         tokens_kv=k.shape[0],
         segments=cu_q.shape[0] - 1,
@@ -50,7 +60,10 @@ def plan_of(q, k, cu_q, o: AttentionOptions) -> Plan:
         dq_accumulation=o.dq_accumulation,
         gaps=o.gaps,
     )
-    return plan(problem, target_of_backend(), o.kernel, o.fallback)
+
+
+def _plan(q, k, cu_q, o: AttentionOptions) -> Plan:
+    return plan(_problem(q, k, cu_q, o), target_of_backend(), o.kernel, o.fallback)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
@@ -59,10 +72,10 @@ def _attention(q, k, v, cu_q, cu_k, start_q, start_k, options: AttentionOptions)
 
 
 def _forward(q, k, v, cu_q, cu_k, start_q, start_k, options: AttentionOptions):
-    chosen = plan_of(q, k, cu_q, options)
+    chosen = _plan(q, k, cu_q, options)
     if chosen.kernel.library is None:
         launches.record(chosen, "forward")
-        out, lse = _composite_forward(chosen, q, k, v, cu_q, cu_k, start_q, start_k)
+        out, lse = IN_JAX[chosen.kernel.name].forward(chosen, q, k, v, cu_q, cu_k, start_q, start_k)
     else:
         outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype), shape_of((q.shape[1], q.shape[0]), "fp32")]
         out, lse = launch(chosen, "forward", outputs, [q, k, v, cu_q, cu_k, start_q, start_k], chosen.attributes[:4])
@@ -72,10 +85,10 @@ def _forward(q, k, v, cu_q, cu_k, start_q, start_k, options: AttentionOptions):
 def _backward(options: AttentionOptions, saved, cotangents):
     q, k, v, out, lse, cu_q, cu_k, start_q, start_k = saved
     dout, _ = cotangents
-    chosen = plan_of(q, k, cu_q, options)
+    chosen = _plan(q, k, cu_q, options)
     if chosen.kernel.library is None:
         launches.record(chosen, "backward")
-        grads = _composite_backward(chosen, dout, *saved)
+        grads = IN_JAX[chosen.kernel.name].backward(chosen, dout, *saved)
     else:
         outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
         grads = launch(chosen, "backward", outputs, [dout, *saved], chosen.attributes)
@@ -132,16 +145,16 @@ def attention(
             raise ValueError(f"{name} must be int32[N+1], the first entry 0; got {x!r}")
         if x.dtype != jnp.int32 or x.shape != cu_q.shape:
             raise ValueError(f"{name} must be int32[{cu_q.shape[0]}], got {x.dtype}{list(x.shape)}")
-    options = AttentionOptions(
-        mask,
-        checked_window(window, softmax_scale),
-        None if softmax_scale is None else float(softmax_scale),
-        precision,
-        dq_accumulation,
-        deterministic,
-        cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None,
-        kernel,
-        fallback,
+    options = AttentionOptions.of(
+        mask=mask,
+        window=window,
+        softmax_scale=softmax_scale,
+        precision=precision,
+        dq_accumulation=dq_accumulation,
+        deterministic=deterministic,
+        gaps=cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None,
+        kernel=kernel,
+        fallback=fallback,
     )
     out, lse = _attention(q, k, v, cu_q, cu_k, start_q, start_k, options)
     return (out, jax.lax.stop_gradient(lse)) if return_lse else out
@@ -176,71 +189,18 @@ def cu_seqlens_from_segment_ids(segment_ids, max_segments: int):
 def attention_by_segment_ids(q, k, v, segment_ids, *, max_segments: int, **options):
     """Attention over rows of a batch packed by segment ids: q[B,T,H,D], k and v[B,T,G,D], segment_ids[B,T] (0: padding).
 
-    max_segments: static capacity a row. options: as in `attention`. Returns out[B,T,H,D]; padding rows are 0.
+    max_segments: static capacity a row. options: as in `attention`, but for return_lse. Returns out[B,T,H,D]; padding rows are 0.
+    Where XLA calls cuDNN, rows of the batch run one after the other: its scratch has a slot for each segment, as long as all rows
+    of a call.
     """
     if segment_ids.shape != q.shape[:2]:
         raise ValueError(f"segment_ids has shape {segment_ids.shape}, q has {q.shape[:2]} rows and tokens")
     cu, padded = cu_seqlens_from_segment_ids(segment_ids, max_segments)
     flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    asked = AttentionOptions.of(gaps=True, **options)
+    problem = _problem(*flat[:2], cu, asked)
+    if len(segment_ids) > 1 and rows_one_by_one(problem, target_of_backend(), asked.kernel, asked.fallback):
+        alone = lambda row: attention_by_segment_ids(*(x[None] for x in row), max_segments=max_segments, **options)[0]  # noqa: E731
+        return jax.lax.map(alone, (q, k, v, segment_ids))
     out = attention(*flat, cu_seqlens_q=cu, cu_seqlens_q_padded=padded, **options)
     return out.reshape(q.shape)
-
-
-def _visible(chosen: Plan, cu_q, cu_k, start_q, start_k, tokens_q: int, tokens_kv: int):
-    def ids(cu, start, tokens):
-        rows = jnp.arange(tokens, dtype=jnp.int32)[:, None]
-        inside = (rows >= start[None, :-1]) & (rows < (start[:-1] + cu[1:] - cu[:-1])[None])
-        segment = jnp.where(inside.any(1), jnp.argmax(inside, 1), -1)
-        return segment, rows[:, 0] - start[jnp.maximum(segment, 0)]
-
-    problem = chosen.problem
-    seg_q, row = ids(cu_q, start_q, tokens_q)
-    seg_k, key = ids(cu_k, start_k, tokens_kv)
-    if problem.mask == "causal_bottom_right":
-        row = row + ((cu_k[1:] - cu_k[:-1]) - (cu_q[1:] - cu_q[:-1]))[jnp.maximum(seg_q, 0)]
-    mask = (seg_q[:, None] == seg_k[None]) & (seg_q[:, None] >= 0)
-    delta = key[None] - row[:, None]
-    left, right = problem.window
-    if problem.mask != "none":
-        mask &= delta <= 0
-    if left >= 0:
-        mask &= delta >= -left
-    if right >= 0:
-        mask &= delta <= right
-    return mask
-
-
-def _probabilities(chosen: Plan, q, k, mask, lse=None):
-    group = chosen.problem.heads // chosen.problem.kv_heads
-    k = jnp.repeat(jnp.where(mask.any(0)[:, None, None], k, 0).astype(jnp.float32), group, axis=1)
-    q = jnp.where(mask.any(1)[:, None, None], q, 0).astype(jnp.float32)
-    scores = jnp.where(mask, jnp.einsum("qhd,khd->hqk", q, k) * chosen.problem.scale, -jnp.inf)
-    if lse is None:
-        top = jnp.max(scores, -1, initial=-jnp.inf)  # with no key at all there is nothing to take the maximum of
-        safe = jnp.where(jnp.isfinite(top), top, 0.0)
-        lse = jnp.where(jnp.isfinite(top), safe + jnp.log(jnp.sum(jnp.exp(scores - safe[..., None]), -1)), -jnp.inf)
-    return jnp.exp(scores - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]), lse, q, k
-
-
-def _composite_forward(chosen: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
-    mask = _visible(chosen, cu_q, cu_k, start_q, start_k, q.shape[0], k.shape[0])
-    p, lse, _, _ = _probabilities(chosen, q, k, mask)
-    group = chosen.problem.heads // chosen.problem.kv_heads
-    v = jnp.repeat(jnp.where(mask.any(0)[:, None, None], v, 0).astype(jnp.float32), group, axis=1)
-    return jnp.einsum("hqk,khd->qhd", p, v).astype(q.dtype), lse
-
-
-def _composite_backward(chosen: Plan, dout, q, k, v, out, lse, cu_q, cu_k, start_q, start_k):
-    problem = chosen.problem
-    group = problem.heads // problem.kv_heads
-    mask = _visible(chosen, cu_q, cu_k, start_q, start_k, q.shape[0], k.shape[0])
-    p, _, q32, k32 = _probabilities(chosen, q, k, mask, lse)
-    rows, keys = mask.any(1)[:, None, None], mask.any(0)[:, None, None]
-    v32 = jnp.repeat(jnp.where(keys, v, 0).astype(jnp.float32), group, axis=1)
-    dout, out = (jnp.where(rows, x, 0).astype(jnp.float32) for x in (dout, out))
-    ds = p * (jnp.einsum("qhd,khd->hqk", dout, v32) - (dout * out).sum(-1).T[..., None])
-    fold = lambda x: x.reshape(x.shape[0], problem.kv_heads, group, problem.head_dim).sum(2)
-    dq = jnp.einsum("hqk,khd->qhd", ds, k32) * problem.scale
-    dk = fold(jnp.einsum("hqk,qhd->khd", ds, q32)) * problem.scale
-    dv = fold(jnp.einsum("hqk,qhd->khd", p, dout))
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)

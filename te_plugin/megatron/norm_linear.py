@@ -17,7 +17,7 @@ from te_plugin.megatron.arguments import new_parameter
 from te_plugin.megatron.linear import ColumnParallelLinear, RowParallelLinear
 from te_plugin.megatron.norm import SwiGLU, refuse_other_norms
 from te_plugin.torch import functional
-from te_plugin.torch.modules import has_hooks
+from te_plugin.torch.modules import must_be_called
 
 
 def _sum_over(gradient: torch.Tensor, group) -> torch.Tensor:
@@ -98,4 +98,4 @@ class GatedMLP(MLP):
                 and isinstance(self.activation_func, SwiGLU) and self.config.use_te_activation_func
                 and fc1.precision.is_fp8 and fc1.precision == fc2.precision
                 and fc1.bias is None and fc2.bias is None and not fc1.gather_output and fc2.input_is_parallel
-                and not any(has_hooks(layer) for layer in (fc1, fc2, self.activation_func)))
+                and not any(must_be_called(layer) for layer in (fc1, fc2, self.activation_func)))

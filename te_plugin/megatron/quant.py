@@ -60,6 +60,8 @@ class LinearPrecision:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be true or false")
         if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
             raise ConfigError(f"amax_history_len={self.amax_history_len!r} must be a positive integer")
+        if self.pow2_scale and not self.is_fp8:
+            raise ConfigError(f"pow2_scale=true: precision {self.precision} has no scales; leave it out")
         if reason := accumulation_reason(self.forward_accumulation, self.precision):
             raise ConfigError(reason)
 
@@ -120,7 +122,8 @@ def quant_recipe(cfg, first_layer: int = 0, num_layers: int | None = None) -> Re
     return RecipeConfig(
         matchers=[*matchers, GlobMatcher("*", "default")],
         config_dict={"default": {PAYLOAD_KEY: settings},
-                     "high_precision": {PAYLOAD_KEY: {**settings, "precision": high, "forward_accumulation": "fp32"}}})
+                     "high_precision": {PAYLOAD_KEY: {**settings, "precision": high, "pow2_scale": False,
+                                                                "forward_accumulation": "fp32"}}})
 
 
 def refuse_unsupported(config) -> None:

@@ -10,14 +10,15 @@ from dataclasses import replace
 from te_plugin import numerics
 from te_plugin.ops.activation.problem import ActivationProblem
 from te_plugin.ops.activation_quantize.problem import ActivationQuantizeProblem
+from te_plugin.ops.attention.cudnn import rows_one_by_one
 from te_plugin.ops.attention.problem import AttentionProblem
 from te_plugin.ops.fused_checks import SEPARATE
 from te_plugin.ops.gemm.problem import GemmProblem
-from te_plugin.ops.grouped_gemm.problem import GroupedGemmProblem
+from te_plugin.ops.grouped_gemm.problem import LARGE_EXPERT, GroupedGemmProblem
 from te_plugin.ops.loss.problem import LossProblem
 from te_plugin.ops.norm.problem import NormProblem
 from te_plugin.ops.norm_quantize.problem import NormQuantizeProblem
-from te_plugin.ops.quantize.problem import LARGE_EXPERT, QuantizeProblem
+from te_plugin.ops.quantize.problem import QuantizeProblem
 from te_plugin.ops.quantize_many.problem import QuantizeManyProblem
 from te_plugin.ops.rope.problem import RopeProblem
 from te_plugin.plan import Plan, Target, plan
@@ -84,7 +85,7 @@ def problems_of(cfg) -> list[tuple[str, object]]:
         ("norm", NormProblem(tokens, model.hidden_size, dtype, model.norm_eps)),
         ("rope.q", RopeProblem(tokens, heads, model.head_dim, dtype)),
         ("rope.k", RopeProblem(tokens, kv_heads, model.head_dim, dtype)),
-        ("attention", attention_problem(cfg)),
+        ("attention", attention_problem(cfg, cfg.schedule.micro_rows)),
     ]
     linears = {
         "linear_qkv": ((heads + 2 * kv_heads) * model.head_dim, model.hidden_size),
@@ -155,12 +156,12 @@ def parts_of(label: str, made: Plan) -> list[tuple[str, object]]:
     return [(f"{layer}.{name}", part) for name, (_, part) in zip(launch.split("_", 1), made.problem.parts(), strict=True)]
 
 
-def attention_problem(cfg) -> AttentionProblem:
-    """The attention of one microbatch on one rank."""
+def attention_problem(cfg, rows: int) -> AttentionProblem:
+    """The attention of some rows of a microbatch on one rank."""
     model, tp = cfg.model, cfg.parallel.tensor_parallel
-    tokens = cfg.schedule.micro_rows * cfg.data.seq_len
+    tokens = rows * cfg.data.seq_len
     window = (-1 if cfg.attention.window_left is None else cfg.attention.window_left, -1)
-    segments = cfg.schedule.micro_rows * (cfg.layout.max_segments if cfg.layout.name == "thd" else 1)
+    segments = rows * (cfg.layout.max_segments if cfg.layout.name == "thd" else 1)
     return AttentionProblem(
         tokens_q=tokens, tokens_kv=tokens, segments=segments, heads=model.num_heads // tp,
         kv_heads=max(model.num_kv_heads // tp, 1), head_dim=model.head_dim, dtype=run_dtype(cfg), mask="causal", window=window,
@@ -178,7 +179,10 @@ def _maxtext_problems(cfg) -> list[tuple[str, object]]:
     q, kv = model.num_heads * model.head_dim // tp, max(model.num_kv_heads // tp, 1) * model.head_dim
     linears = {"query": (q, model.hidden_size), "key": (kv, model.hidden_size), "value": (kv, model.hidden_size),
                "out": (model.hidden_size, q)}
-    problems: list[tuple[str, object]] = [("attention", attention_problem(cfg))]
+    attention = attention_problem(cfg, cfg.schedule.micro_rows)
+    if rows_one_by_one(attention, run_target(cfg), cfg.attention.kernel, cfg.run.fallback):
+        attention = attention_problem(cfg, 1)
+    problems: list[tuple[str, object]] = [("attention", attention)]
     if cfg.moe.num_experts == 0:
         ffn = model.ffn_hidden_size // tp
         linears |= {"wi_0": (ffn, model.hidden_size), "wi_1": (ffn, model.hidden_size), "wo": (model.hidden_size, ffn)}

@@ -25,7 +25,7 @@ from te_plugin.torch.call import (
     scratch,
     target_of,
 )
-from te_plugin.torch.options import Options
+from te_plugin.torch.options import Options, check_flags
 
 
 @dataclass(frozen=True)
@@ -196,12 +196,13 @@ def attention(
             raise ValueError(f"{name} has {tensor.shape[0]} entries, cu_seqlens_q has {entries}")
     if entries < 1:
         raise ValueError("cu_seqlens_q is empty; it holds N+1 entries, the first is 0")
+    check_flags(deterministic=deterministic, return_lse=return_lse)
     left, right = checked_window(window, softmax_scale)
     needs_backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     direct = is_direct(q)
     key = (_key if direct else _spelled)(
         mask, left, right,
-        0.0 if softmax_scale is None else float(softmax_scale), precision, dq_accumulation, bool(deterministic),
+        0.0 if softmax_scale is None else float(softmax_scale), precision, dq_accumulation, deterministic,
         cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None, needs_backward, kernel, fallback)
     q, k, v = _innermost_contiguous(q), _innermost_contiguous(k), _innermost_contiguous(v)
     if needs_backward and direct and not return_lse:

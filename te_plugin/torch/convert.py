@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from te_plugin import numerics
 from te_plugin.ops.linear_checks import check_accumulation, check_features
+from te_plugin.torch.call import DTYPE_NAME
 from te_plugin.torch.functional import rms_norm
 from te_plugin.torch.modules import Linear, RMSNorm, has_hooks, make_state
+from te_plugin.torch.options import check_flags
 
 OUTPUT_LAYERS = ("lm_head", "*.lm_head", "output_layer", "*.output_layer")
 
@@ -40,14 +43,17 @@ def convert(model: nn.Module, precision: str = "fp8_current", *, skip: tuple[str
             **state_options) -> ConvertReport:
     """Replace nn.Linear and RMSNorm modules of `model` in place; parameters are taken over, not copied.
 
-    skip: glob patterns of module names to leave alone (the output layer by default: its inputs decide the loss directly).
+    skip: glob patterns of module names to leave alone with all that is in them (the output layer by default: its inputs decide
+    the loss directly); one that matches no module is an error.
     norms: also replace RMSNorm modules: torch's, and those of other libraries that hold `weight` and an eps, are named *RMSNorm
     and compute what this one does (they are tried on a few numbers: Gemma's multiplies by 1 + weight). forward_accumulation,
     state_options: as in te_plugin.torch.Linear. Raises ValueError when nothing at all could be converted.
     """
+    check_flags(norms=norms)
     make_state(precision, state_options)  # refuses wrong options also where no Linear is found to take them
     check_accumulation(forward_accumulation, precision)
-    skip = (skip,) if isinstance(skip, str) else skip
+    skip = (skip,) if isinstance(skip, str) else tuple(skip)
+    _check_skip(model, skip)
     report = ConvertReport(precision)
     shared = _shared_parameters(model)
     replaced: dict[nn.Module, nn.Module] = {}  # a module in two places stays one module
@@ -73,6 +79,20 @@ def convert(model: nn.Module, precision: str = "fp8_current", *, skip: tuple[str
     return report
 
 
+def _check_skip(model: nn.Module, skip: tuple[str, ...]) -> None:
+    names = [name for name, _ in model.named_modules()]
+    for pattern in skip:
+        if pattern not in OUTPUT_LAYERS and not fnmatch.filter(names, pattern):
+            raise ValueError(f"skip: {pattern!r} matches no module of {type(model).__name__}; names are such as "
+                             f"{', '.join(names[1:4]) or 'none'}")
+
+
+def _is_skipped(name: str, skip: tuple[str, ...]) -> bool:
+    """Whether a pattern matches a module or one that it is in."""
+    parts = name.split(".")
+    return any(fnmatch.fnmatch(".".join(parts[:end]), pattern) for pattern in skip for end in range(1, len(parts) + 1))
+
+
 def _shared_parameters(model: nn.Module) -> set[int]:
     counts: dict[int, int] = {}
     for module in model.modules():
@@ -86,7 +106,7 @@ def _replacement(name, child, precision, skip, norms, shared, forward_accumulati
     is_norm = norms and _is_rms_norm(child)
     if not (isinstance(child, nn.Linear) or is_norm) or isinstance(child, (Linear, RMSNorm)):
         return None, ""
-    if any(fnmatch.fnmatch(name, pattern) for pattern in skip):
+    if _is_skipped(name, skip):
         return None, "its name is in skip"
     reason = _own_ways(child)
     if reason:
@@ -100,6 +120,8 @@ def _replacement(name, child, precision, skip, norms, shared, forward_accumulati
         return made, ""
     if id(child.weight) in shared:
         return None, "its weight is shared with another module (tied embeddings)"
+    if child.weight.dtype == torch.float64 and numerics.scaling(precision) is not None:
+        return None, "its weight is torch.float64, which no FP8 kernel reads"
     try:
         check_features(child.in_features, child.out_features, precision)
     except ValueError as error:
@@ -118,12 +140,19 @@ def _own_ways(child: nn.Module) -> str:
     kind = type(child)
     if isinstance(child, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight and never calls it"
+    if kind.__call__ is not nn.Module.__call__:
+        return f"{kind.__name__} overrides __call__"
     if "forward" in vars(child) or (isinstance(child, nn.Linear) and kind.forward is not nn.Linear.forward):
         return f"{kind.__name__} overrides forward"
     if "weight" not in child._parameters:
         return "its weight is no parameter but computed (weight_norm, a parametrization)"
     if has_hooks(child) or child._state_dict_hooks or child._load_state_dict_pre_hooks:
         return "it carries hooks, which a new module would lose"
+    if more := [name for held in (child._parameters, child._buffers, child._modules) for name in held
+                if name not in ("weight", "bias")]:
+        return f"it holds {', '.join(more)} besides, which a new module would lose"
+    if child.weight.dtype not in DTYPE_NAME:
+        return f"its weight is {child.weight.dtype}: codes that mean nothing without their scales"
     return ""
 
 

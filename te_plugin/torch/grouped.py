@@ -23,11 +23,15 @@ from te_plugin.torch.linear import (
     cast,
     cast_weight,
     check_main_grad,
+    check_parameters,
+    check_pow2,
     check_state,
     cut_rows,
     padded_rows,
+    recorded,
     saved_operands,
 )
+from te_plugin.torch.options import check_flags
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.state import LinearState
 
@@ -46,12 +50,17 @@ def _used_rows(group_sizes: torch.Tensor) -> torch.Tensor:
     return group_sizes.sum(0, keepdim=True, dtype=torch.int64)
 
 
+def _plain(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Experts' weights as the kernels read them: in `dtype`, line after line (models that hold [E,K,N] hand in a view)."""
+    return weight.detach().to(dtype).contiguous()
+
+
 class _PlainGroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, group_sizes, o: GroupedOptions):
         ctx.save_for_backward(x, weight, group_sizes)
         ctx.o = o
-        return torch.ops.te_plugin.grouped_gemm(x, weight.to(x.dtype), group_sizes, o.product("forward"))
+        return torch.ops.te_plugin.grouped_gemm(x, _plain(weight, x.dtype), group_sizes, o.product("forward"))
 
     @staticmethod
     @first_derivative_only
@@ -60,7 +69,7 @@ class _PlainGroupedLinear(torch.autograd.Function):
         o, dy = ctx.o, dy.contiguous()
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = torch.ops.te_plugin.grouped_gemm_dgrad(dy, weight.detach().to(dy.dtype), group_sizes, o.product("dgrad"))
+            dx = torch.ops.te_plugin.grouped_gemm_dgrad(dy, _plain(weight, dy.dtype), group_sizes, o.product("dgrad"))
         if ctx.needs_input_grad[1]:
             if o.accumulate_main_grad:
                 torch.ops.te_plugin.grouped_gemm_wgrad_accumulate(dy, x, group_sizes, weight.main_grad, o.product("wgrad"))
@@ -75,7 +84,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, group_sizes, state: LinearState | None, o: GroupedOptions, grad_enabled: bool):
         need_dx, need_dw = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
-        keep, record = o.keep_transpose and need_dx, need_dx or need_dw
+        keep, record = o.keep_transpose and need_dx, recorded(state, grad_enabled, need_dx or need_dw)
         used = _used_rows(group_sizes)
         xq = cast(x, "activation", need_dw, record, state, o, used)
         wq = cast_weight(weight, keep, record, state, o)
@@ -133,6 +142,7 @@ def grouped_linear(
     x, = autocast(x)
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
         raise ValueError(f"grouped_linear takes x[M,K] and weight[E,N,K]; got {tuple(x.shape)} and {tuple(weight.shape)}")
+    check_parameters(x, weight)
     if not weight.shape[0]:
         raise ValueError(f"weight{tuple(weight.shape)} holds no expert; at least one is needed")
     if not isinstance(group_sizes, torch.Tensor):
@@ -147,7 +157,9 @@ def grouped_linear(
     check_features(weight.shape[2], weight.shape[1], precision)
     if accumulate_main_grad:
         check_main_grad(weight)
-    options = options_of(GroupedOptions, precision, bool(pow2_scale), keep_transpose, accumulate_main_grad, kernel, fallback)
+    check_flags(pow2_scale=pow2_scale, keep_transpose=keep_transpose, accumulate_main_grad=accumulate_main_grad)
+    check_pow2(precision, pow2_scale)
+    options = options_of(GroupedOptions, precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback)
     if numerics.scaling(precision) is None:  # a layer evaluated in BF16 leaves its FP8 state alone
         return apply(_PlainGroupedLinear, (x.contiguous(), weight, group_sizes), options)
     if state is not None:
@@ -166,6 +178,6 @@ def refuse_delayed(precision: str) -> None:
 
 def align_groups(counts: torch.Tensor, multiple: int) -> torch.Tensor:
     """Group sizes rounded up to a multiple; an empty group stays empty."""
-    if multiple < 1:
-        raise ValueError(f"multiple={multiple} must be at least 1")
+    if not isinstance(multiple, int) or multiple < 1:
+        raise ValueError(f"multiple={multiple} must be a whole number of at least 1")
     return (counts + multiple - 1) // multiple * multiple

@@ -6,14 +6,16 @@ with a transposed copy where a later product contracts over the other dimension.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from te_plugin import numerics
 from te_plugin.ops.linear_checks import check_accumulation, check_features
-from te_plugin.torch.call import apply, autocast, first_derivative_only
+from te_plugin.torch.call import DTYPE_NAME, apply, autocast, check_device, first_derivative_only
 from te_plugin.torch.gemm import Operand, plain_gemm, scaled_gemm
+from te_plugin.torch.options import check_flags
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.quantize import QuantizedTensor, quantize_operand
 from te_plugin.torch.state import LinearState, operand_options
@@ -40,8 +42,16 @@ class LinearOptions:
 def linear_options(precision: str, pow2_scale: bool, keep_transpose: bool, accumulate_main_grad: bool, kernel: str,
                    fallback: str, forward_accumulation: str) -> LinearOptions:
     """The same object for the same arguments."""
-    return options_of(LinearOptions, precision, bool(pow2_scale), bool(keep_transpose), bool(accumulate_main_grad), kernel,
-                      fallback, forward_accumulation)
+    check_flags(pow2_scale=pow2_scale, keep_transpose=keep_transpose, accumulate_main_grad=accumulate_main_grad)
+    check_pow2(precision, pow2_scale)
+    return options_of(LinearOptions, precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback,
+                      forward_accumulation)
+
+
+def check_pow2(precision: str, pow2_scale: bool) -> None:
+    """ValueError for a way to choose scales where a precision has none."""
+    if pow2_scale and numerics.scaling(precision) is None:
+        raise ValueError(f"pow2_scale=True: precision {precision} has no scales; leave it out, or use an FP8 precision")
 
 
 class _PlainLinear(torch.autograd.Function):
@@ -84,7 +94,7 @@ class _Fp8Linear(torch.autograd.Function):
         # A parameter needs its gradient under no_grad too: only the caller knows that autograd records nothing.
         need_dx, need_dw = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
         keep = o.keep_transpose and need_dx
-        record = need_dx or need_dw
+        record = recorded(state, grad_enabled, need_dx or need_dw)
         xq = cast(x, "activation", need_dw, record, state, o)
         wq = cast_weight(weight, keep, record, state, o)
         y = fp8_forward(xq, wq, x.dtype, o)
@@ -99,6 +109,11 @@ class _Fp8Linear(torch.autograd.Function):
         dyq = cast(dy, "gradient", need_dw, True, ctx.state, ctx.o)
         dx, dw = fp8_gradients(dyq, dy.dtype, ctx.saved_tensors, ctx.state, ctx.o, need_dx, need_dw)
         return dx, dw, None, None, None
+
+
+def recorded(state: LinearState | None, grad_enabled: bool, needed: bool) -> bool:
+    """LinearState.records; without a state there is nothing to record in."""
+    return state is not None and state.records(grad_enabled, needed)
 
 
 def cast(x: torch.Tensor, operand: str, transpose: bool, record: bool, state: LinearState | None, o: LinearOptions,
@@ -193,6 +208,7 @@ def linear(
     options = linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback,
                              forward_accumulation)
     check_call(weight, state, options)
+    row_mask = mask_of_rows(row_mask, x)
     flat = masked_rows(x, row_mask)
     if numerics.scaling(precision) is None:
         y = apply(_PlainLinear, (flat, weight), options)
@@ -206,12 +222,24 @@ def linear(
 
 def check_shapes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """ValueError for operands that do not go together, naming the one at fault."""
+    check_parameters(x, weight, bias)
     if x.dim() < 1 or weight.dim() != 2:
         raise ValueError(f"linear takes x[...,K] and weight[N,K]; got x{tuple(x.shape)} and weight{tuple(weight.shape)}")
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"x has {x.shape[-1]} features, weight[N,K] has K={weight.shape[-1]}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}, weight[N,K] has N={weight.shape[0]}")
+
+
+def check_parameters(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """ValueError for parameters that lie elsewhere than x or hold no values of their own: integers, FP8 codes without scales."""
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        check_device("linear", name, tensor, x.device)
+        if tensor.dtype not in DTYPE_NAME:
+            raise ValueError(f"{name} is {tensor.dtype}; it must hold its values, in one of {', '.join(map(str, DTYPE_NAME))}: "
+                             f"dequantize it first")
 
 
 def check_call(weight: torch.Tensor, state: LinearState | None, o: LinearOptions) -> None:
@@ -239,7 +267,9 @@ def check_state(state: LinearState, o: LinearOptions) -> None:
 
 
 def check_main_grad(weight: torch.Tensor) -> None:
-    """ValueError unless weight.main_grad is an FP32 tensor of the weight's shape on its device."""
+    """ValueError unless weight.main_grad is an FP32 tensor of the weight's shape on its device, where one is to be added to."""
+    if not (weight.requires_grad and torch.is_grad_enabled()):
+        return
     grad = getattr(weight, "main_grad", None)
     wanted = (torch.float32, weight.shape, weight.device)
     if grad is None or (grad.dtype, grad.shape, grad.device) != wanted:
@@ -248,14 +278,21 @@ def check_main_grad(weight: torch.Tensor) -> None:
                          f"{found}")
 
 
-def masked_rows(x: torch.Tensor, row_mask: torch.Tensor | None) -> torch.Tensor:
-    """x[...,C] as rows [R,C], those that row_mask[...] calls False replaced by zeros."""
-    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    if row_mask is not None and row_mask.dtype != torch.bool:
+def mask_of_rows(row_mask: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """row_mask[R] for the rows of x[...,C]; ValueError unless it has their leading shape, or is flat already."""
+    if row_mask is None:
+        return None
+    if row_mask.dtype != torch.bool:
         raise ValueError(f"row_mask is {row_mask.dtype}; it must be bool, True for the rows that count")
-    if row_mask is not None and row_mask.numel() != flat.shape[0]:
+    if row_mask.shape not in (x.shape[:-1], (math.prod(x.shape[:-1]),)):
         raise ValueError(f"row_mask has shape {tuple(row_mask.shape)}, one value a row is needed: {tuple(x.shape[:-1])}")
-    return flat if row_mask is None else torch.where(row_mask.reshape(-1, 1), flat, 0)
+    return row_mask.reshape(-1)
+
+
+def masked_rows(x: torch.Tensor, row_mask: torch.Tensor | None) -> torch.Tensor:
+    """x[...,C] as rows [R,C], those that row_mask[R] calls False replaced by zeros."""
+    flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return flat if row_mask is None else torch.where(row_mask[:, None], flat, 0)
 
 
 def padded_rows(x: torch.Tensor, precision: str) -> torch.Tensor:

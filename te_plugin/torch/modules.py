@@ -11,6 +11,7 @@ from te_plugin import numerics
 from te_plugin.ops.linear_checks import check_accumulation, check_features
 from te_plugin.torch import functional as F
 from te_plugin.torch.grouped import refuse_delayed
+from te_plugin.torch.options import check_flags
 from te_plugin.torch.state import LinearState
 
 
@@ -20,9 +21,7 @@ def make_state(precision: str, options: dict, device=None) -> LinearState | None
         if options:
             raise ValueError(f"{', '.join(options)}: precision {precision} has no FP8 state, so these options do nothing")
         return None
-    # A layer without storage gets its few numbers all the same: nothing would fill them in later.
-    on_meta = device is not None and torch.device(device).type == "meta"
-    return LinearState(precision, device=None if on_meta else device, **options)
+    return LinearState(precision, device=device, **options)
 
 
 def _call_options(layer: nn.Module) -> dict:
@@ -46,6 +45,7 @@ class Linear(nn.Module):
                  dtype=None, accumulate_main_grad: bool = False, forward_accumulation: str = "fp32", kernel: str = "auto",
                  fallback: str = "error", **state_options):
         super().__init__()
+        check_flags(bias=bias, accumulate_main_grad=accumulate_main_grad)
         check_features(in_features, out_features, precision)
         check_accumulation(forward_accumulation, precision)
         self.in_features, self.out_features, self.precision = in_features, out_features, precision
@@ -124,6 +124,7 @@ class LayerNormLinear(nn.Module):
                  device=None, dtype=None, accumulate_main_grad: bool = False, forward_accumulation: str = "fp32",
                  kernel: str = "auto", fallback: str = "error", **state_options):
         super().__init__()
+        check_flags(bias=bias, accumulate_main_grad=accumulate_main_grad)
         check_features(in_features, out_features, precision)
         check_accumulation(forward_accumulation, precision)
         self.eps, self.precision, self.kernel, self.fallback = eps, precision, kernel, fallback
@@ -150,7 +151,7 @@ class LayerNormMLP(nn.Module):
 
     In FP8 the whole block is one call (functional.gated_mlp) that quantises each tensor where it is made. fc1 and fc2 hold the
     parameters; they are called one after the other, with the same results, where one of them was replaced, carries a bias or
-    has hooks (which only a call would run; FSDP2 gathers the weights of a layer of its own in one).
+    has hooks or a forward of its own (which only a call would run; FSDP2 gathers the weights of a layer of its own in one).
     forward(x[...,hidden]) -> y[...,hidden]; residual and return_input: as in LayerNormLinear. A decoder
     layer's second half is `out, h = mlp(attention_out, residual=x)`, then `h + out`.
     """
@@ -180,12 +181,17 @@ class LayerNormMLP(nn.Module):
         fc1, fc2 = self.fc1, self.fc2
         return (type(fc1) is LayerNormLinear and type(fc2) is Linear and fc1.bias is None and fc2.bias is None
                 and fc1.precision == fc2.precision and _call_options(fc1) == _call_options(fc2)
-                and not any(has_hooks(layer) for layer in (fc1, fc2)))
+                and not any(must_be_called(layer) for layer in (fc1, fc2)))
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling a module does more than its forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+def must_be_called(module: nn.Module) -> bool:
+    """Whether only a call runs all that was put on a module: hooks, its own or those of all modules, or another forward."""
+    return has_hooks(module) or "forward" in module.__dict__ or torch.nn.modules.module._has_any_global_hook()
 
 
 class DotProductAttention(nn.Module):
@@ -195,6 +201,7 @@ class DotProductAttention(nn.Module):
                  softmax_scale: float | None = None, precision: str = "bf16", dq_accumulation: str = "fp32",
                  deterministic: bool = False, kernel: str = "auto", fallback: str = "error"):
         super().__init__()
+        check_flags(deterministic=deterministic)
         self.choices = dict(mask=mask, window=window, softmax_scale=softmax_scale, precision=precision,
                             dq_accumulation=dq_accumulation, deterministic=deterministic, kernel=kernel, fallback=fallback)
 

@@ -20,16 +20,20 @@ from te_plugin.torch.linear import (
     cast,
     cast_weight,
     check_call,
+    check_parameters,
     check_shapes,
     cut_rows,
     fp8_forward,
     fp8_gradients,
     linear,
     linear_options,
+    mask_of_rows,
     masked_rows,
     padded_rows,
+    recorded,
     saved_operands,
 )
+from te_plugin.torch.options import check_flags
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.pointwise import PointwiseOptions, check_norm, rms_norm, swiglu
 from te_plugin.torch.quantize import QuantizedTensor
@@ -137,7 +141,7 @@ class _Fp8NormLinear(torch.autograd.Function):
     def forward(ctx, x, residual, norm_weight, weight, state: LinearState | None, o: NormLinearOptions):
         need = [o.grad_enabled and needed for needed in ctx.needs_input_grad]
         need_dx, need_dw = need[0] or need[1] or need[2], need[3]
-        keep, record = o.linear.keep_transpose and need_dx, need_dx or need_dw
+        keep, record = o.linear.keep_transpose and need_dx, recorded(state, o.grad_enabled, need_dx or need_dw)
         xq, rstd, h = _norm_cast(x, residual, norm_weight, need_dw, record, state, o)
         wq = cast_weight(weight, keep, record, state, o.linear)
         y = fp8_forward(xq, wq, x.dtype, o.linear)
@@ -167,8 +171,8 @@ class _Fp8MLP(torch.autograd.Function):
                 o: NormLinearOptions):
         need = [o.grad_enabled and needed for needed in ctx.needs_input_grad]
         need_dx = need[0] or need[1] or need[2]
-        need_da = record1 = need_dx or need[3]
-        record2 = need_da or need[4]
+        need_da = need_dx or need[3]
+        record1, record2 = recorded(state1, o.grad_enabled, need_da), recorded(state2, o.grad_enabled, need_da or need[4])
         keep1, keep2 = o.linear.keep_transpose and need_dx, o.linear.keep_transpose and need_da
         if norm_weight is None:
             xq = cast(padded_rows(x, o.linear.precision), "activation", need[3], record1, state1, o.linear)
@@ -222,6 +226,7 @@ class _ReduceGradient(torch.autograd.Function):
 
 
 def _check(x, residual, norm_weight, weight, bias, return_input: bool) -> None:
+    check_flags(return_input=return_input)
     if norm_weight is not None:
         check_norm(x, norm_weight, residual, "norm_weight")
     elif residual is not None or return_input:
@@ -263,6 +268,7 @@ def _fp8(function, x, residual, norm_weight, weights, states, bias, row_mask, o:
         check_call(weight, state, o.linear)
     # Rows of zeros stay zeros under RMSNorm: masking before it is masking after it, and NaN there is never read.
     rows, residual_rows = (None if t is None else masked_rows(t, row_mask).contiguous() for t in (x, residual))
+    norm_weight = None if norm_weight is None else norm_weight.contiguous()
     made = apply(function, (rows, residual_rows, norm_weight, *weights), *states, o)
     y, h = made if o.return_input else (made, None)
     y = cut_rows(y, rows)
@@ -300,6 +306,7 @@ def layer_norm_linear(
     """
     x, residual, norm_weight = autocast(x, residual, norm_weight)
     _check(x, residual, norm_weight, weight, bias, return_input)
+    row_mask = mask_of_rows(row_mask, x)
     options = _options(residual, eps, return_input, reduce_gradient,
                        linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback,
                                       forward_accumulation))
@@ -339,7 +346,9 @@ def gated_mlp(
     """
     x, residual, norm_weight = autocast(x, residual, norm_weight)
     _check(x, residual, norm_weight, fc1_weight, None, return_input)
-    if fc1_weight.shape[0] != 2 * fc2_weight.shape[1]:
+    row_mask = mask_of_rows(row_mask, x)
+    check_parameters(x, fc2_weight)
+    if fc2_weight.dim() != 2 or fc1_weight.shape[0] != 2 * fc2_weight.shape[1]:
         raise ValueError(f"fc1_weight[2F,K] has {fc1_weight.shape[0]} rows, fc2_weight[K,F] has F={fc2_weight.shape[1]}")
     options = _options(residual, eps, return_input, reduce_gradient,
                        linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback,

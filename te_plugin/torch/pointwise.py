@@ -17,7 +17,7 @@ from te_plugin.ops.rope.problem import RopeProblem
 from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch import launches
 from te_plugin.torch.call import autocast, check_device, define, dtype_name, first_derivative_only, launch, target_of
-from te_plugin.torch.options import Options
+from te_plugin.torch.options import Options, check_flags
 
 IGNORED_LABEL = -100
 
@@ -150,6 +150,8 @@ class _ResidualRMSNorm(torch.autograd.Function):
 
 def check_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, name: str = "weight") -> None:
     """ValueError for tensors that do not go together in a norm; `name` is that of its weight."""
+    if x.dim() < 1 or weight.dim() != 1:
+        raise ValueError(f"a norm takes x[...,C] and {name}[C]; got x{tuple(x.shape)} and {name}{tuple(weight.shape)}")
     if x.shape[-1:] != weight.shape:
         raise ValueError(f"{name} has shape {tuple(weight.shape)}, x has {x.shape[-1]} features")
     if weight.dtype != x.dtype:
@@ -174,7 +176,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, *, residu
     """
     if weight.dtype != x.dtype:
         x, residual, weight = autocast(x, residual, weight)
+    check_flags(return_input=return_input)
     check_norm(x, weight, residual)
+    weight = weight.contiguous()
     options = PointwiseOptions(eps=float(eps), kernel=kernel, fallback=fallback)
     if residual is None and not return_input:
         return _RMSNorm.apply(_rows(x), weight, options).view(x.shape)
@@ -227,8 +231,9 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(x: torch.Tensor, *, kernel: str = "auto", fallback: str = "error") -> torch.Tensor:
     """x[...,2C] = [gate | up] -> silu(gate) * up [...,C]."""
-    if x.shape[-1] % 2:
-        raise ValueError(f"swiglu halves the last dimension into gate and up; {x.shape[-1]} is odd")
+    if x.dim() < 1 or x.shape[-1] % 2:
+        raise ValueError(f"swiglu halves the last dimension into gate and up, which needs an even one; x has shape "
+                         f"{tuple(x.shape)}")
     y = _SwiGLU.apply(_rows(x), PointwiseOptions(kernel=kernel, fallback=fallback))
     return y.view(*x.shape[:-1], x.shape[-1] // 2)
 
@@ -373,6 +378,8 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, *, kernel: str = "
     if labels.dtype.is_floating_point or labels.dtype == torch.bool:
         raise ValueError(f"labels are {labels.dtype}; they must be integers, the token of each row")
     check_device("cross_entropy", "labels", labels, logits.device)
+    if labels.dtype == torch.int64:
+        labels = labels.clamp(-(2**31), 2**31 - 1)  # so that a label far outside the vocabulary does not wrap into it
     flat = labels.reshape(-1).to(torch.int32)
     options = PointwiseOptions(kernel=kernel, fallback=fallback)
     return _CrossEntropy.apply(_rows(logits), flat, options).view(labels.shape)

@@ -24,7 +24,7 @@ from te_plugin.torch.call import (
     launch,
     target_of,
 )
-from te_plugin.torch.options import Options
+from te_plugin.torch.options import Options, check_flags
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.pointwise import PointwiseOptions, rope_impl, rotary_positions
 from te_plugin.torch.quantize import QuantizeOptions, quantize_impl, readable
@@ -244,6 +244,7 @@ def qkv_rope_quantize(qkv: torch.Tensor, positions: torch.Tensor | None = None, 
     No gradient flows through the result. Raises as qkv_rope does, and ValueError for a scale of another shape, for a given scale
     together with pow2_scale, and for an unknown dtype.
     """
+    check_flags(pow2_scale=pow2_scale)
     qkv, positions = _checked("qkv_rope_quantize", qkv.detach(), positions, inv_freq, cu_seqlens, heads, kv_heads)
     if scale is not None and (scale.shape != (3,) or scale.dtype != torch.float32):
         raise ValueError(f"qkv_rope_quantize: scale must be FP32[3], those of q, k and v; got {scale.dtype}{list(scale.shape)}")
@@ -251,6 +252,6 @@ def qkv_rope_quantize(qkv: torch.Tensor, positions: torch.Tensor | None = None, 
         raise ValueError("qkv_rope_quantize: pow2_scale chooses scales, and scale gives them; leave one of them out")
     if scale is not None:
         check_device("qkv_rope_quantize", "scale", scale, qkv.device)
-    options = options_of(QkvRopeQuantizeOptions, int(heads), int(kv_heads), layout, dtype, bool(pow2_scale), scale is not None,
+    options = options_of(QkvRopeQuantizeOptions, int(heads), int(kv_heads), layout, dtype, pow2_scale, scale is not None,
                          kernel, fallback)
     return QuantizedQkv(*torch.ops.te_plugin.qkv_rope_quantize(qkv, positions, inv_freq, scale, options.key()))

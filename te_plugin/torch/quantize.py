@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 
 from te_plugin import numerics
-from te_plugin.ops.quantize.problem import LARGE_EXPERT, QuantizeProblem, check_format, check_granularity, scale_shape
+from te_plugin.ops.grouped_gemm.problem import LARGE_EXPERT
+from te_plugin.ops.quantize.problem import QuantizeProblem, check_format, check_granularity, scale_shape
 from te_plugin.plan import Plan, plan, remember_unmeasured
-from te_plugin.torch.call import TORCH_DTYPE, define, dtype_name, empty, is_direct, launch, target_of
-from te_plugin.torch.options import Options
+from te_plugin.torch.call import TORCH_DTYPE, check_device, define, dtype_name, empty, is_direct, launch, target_of
+from te_plugin.torch.options import Options, check_flags
 from te_plugin.torch.options import options as options_of
 
 
@@ -114,10 +115,12 @@ def outputs_of(rows: int, columns: int, device, o: QuantizeOptions):
 
 
 def as_op(outputs):
-    """Such outputs as an op returns them: empty tensors in place of None, which no schema of five tensors holds."""
+    """Such outputs as an op returns them: each once, and empty ones in place of None, which no schema of five tensors holds."""
     data, scale_inv, data_t, scale_inv_t, stats = outputs
     if data_t is None:
         data_t, scale_inv_t = data.new_empty(0), scale_inv.new_empty(0)
+    elif scale_inv_t is scale_inv:
+        scale_inv_t = scale_inv.clone()
     return data, scale_inv, data_t, scale_inv_t, stats
 
 
@@ -131,7 +134,10 @@ def _stage(o: QuantizeOptions) -> str:
 def _prepared(rows, columns, dtype, device, key):
     """What a call needs besides its tensors: the plan, its stage, the outputs."""
     o = QuantizeOptions.from_key(key)
-    return _plan(rows, columns, dtype, device, key), _stage(o), _specs(rows, columns, o)
+    stage, specs = _stage(o), list(_specs(rows, columns, o))
+    if stage == "given_transpose":
+        specs[3] = None  # one scale for both copies
+    return _plan(rows, columns, dtype, device, key), stage, specs
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
@@ -146,6 +152,8 @@ def quantize_impl(x, scale, options: str):
     x, device = readable(x), x.device
     chosen, stage, specs = _prepared(*x.shape, dtype_name(x), device, options)
     outputs = allocated(specs, device)
+    if stage == "given_transpose":
+        outputs[3] = outputs[1]
     _fill(chosen, stage, x, scale, outputs)
     return outputs
 
@@ -154,7 +162,6 @@ def _fill(chosen: Plan, stage: str, x, scale, outputs) -> None:
     data, scale_inv, data_t, scale_inv_t, stats = outputs
     if stage == "given_transpose":
         launch(chosen, stage, x, scale, data, data_t, scale_inv, stats, *chosen.attributes)
-        scale_inv_t.copy_(scale_inv)
     elif stage == "given":
         launch(chosen, stage, x, scale, data, scale_inv, stats, *chosen.attributes)
     elif stage == "transpose":
@@ -210,6 +217,7 @@ def dequantize(data, scale_inv, granularity: str, format: str, dtype: torch.dtyp
     """data[R,C] * scale_inv in FP32, rounded once to `dtype` (FP32 or BF16)."""
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"dequantize writes torch.float32 or torch.bfloat16, not {dtype}")
+    check_device("dequantize", "scale_inv", scale_inv, data.device)
     key = options_of(QuantizeOptions, format, granularity).key()
     if not is_direct(data):
         return _dequantize_op(data, scale_inv, key, dtype)
@@ -278,9 +286,11 @@ def _experts_at_once(weight, o: QuantizeOptions):
     if not o.transpose:
         return data, scale, data_t, scale_t, stats
     if o.granularity in ("tensor", "block_128x128"):
-        # A scale that does not depend on the direction gives the same codes in either.
-        data_t = data.view(torch.uint8).transpose(1, 2).contiguous().view(data.dtype)
-        return data, scale, data_t, scale.clone() if scale.dim() == 1 else scale.transpose(1, 2).contiguous(), stats
+        # A scale that does not depend on the direction gives the same codes in either. Clones: a transposed [E,1,1] is contiguous
+        # already, and outputs of an op share no memory.
+        turned = lambda x: x.transpose(1, 2).clone(memory_format=torch.contiguous_format)  # noqa: E731
+        data_t = turned(data.view(torch.uint8)).view(data.dtype)
+        return data, scale, data_t, scale.clone() if scale.dim() == 1 else turned(scale), stats
     data_t, scale_t, *_ = cast(weight.transpose(1, 2).reshape(experts * k, n), plain)
     return data, scale, data_t.view(experts, k, n), scale_t.contiguous().view(experts, k, *scale_t.shape[1:]), stats
 
@@ -336,13 +346,14 @@ def quantize(
         raise ValueError("quantize takes a tensor with at least one dimension, got a scalar")
     check_format(dtype)
     check_granularity(granularity)
+    check_flags(pow2_scale=pow2_scale, transpose=transpose)
     scale = None
     if amax is not None:
         if granularity != "tensor":
             raise ValueError(f"amax is a per-tensor statistic; granularity is {granularity!r}")
         scale = scale_from_amax(_given_amax(amax, x.device), numerics.FORMATS[dtype], pow2_scale)
-    pow2_scale = bool(pow2_scale) and amax is None
-    options = options_of(QuantizeOptions, dtype, granularity, pow2_scale, bool(transpose), amax is not None, kernel, fallback)
+    pow2_scale = pow2_scale and amax is None
+    options = options_of(QuantizeOptions, dtype, granularity, pow2_scale, transpose, amax is not None, kernel, fallback)
     made = quantize_2d(x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1]), options, scale)
     made.shape = x.shape
     return made

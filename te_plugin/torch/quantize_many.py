@@ -12,6 +12,7 @@ from te_plugin.ops.quantize_many.problem import QuantizeManyProblem
 from te_plugin.plan import plan, remember_unmeasured
 from te_plugin.torch import launches
 from te_plugin.torch.call import define, dtype_name, is_direct, launch, target_of
+from te_plugin.torch.options import check_flags
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.quantize import (
     QuantizedTensor,
@@ -118,8 +119,9 @@ def quantize_many(
     scales = None if scales is None else list(scales)
     check_format(dtype)
     check_granularity(granularity)
+    check_flags(pow2_scale=pow2_scale, transpose=transpose)
     _check(tensors, scales, granularity, pow2_scale)
-    o = options_of(QuantizeOptions, dtype, granularity, bool(pow2_scale), bool(transpose), scales is not None, kernel, fallback)
+    o = options_of(QuantizeOptions, dtype, granularity, pow2_scale, transpose, scales is not None, kernel, fallback)
     if not tensors:
         return []
     if is_direct(tensors[0]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from te_plugin import numerics
 from te_plugin.torch.call import is_direct, version_of
+from te_plugin.torch.options import check_flags
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.quantize import QuantizedTensor, QuantizeOptions, quantize_2d, quantize_operand, scale_from_amax
 
@@ -23,10 +25,14 @@ class DelayedScaling(nn.Module):
     In a step, `quantize` uses the scale set at its start and folds each amax into slot 0 of the history (a maximum, so that
     microbatches and activation recompute count once). `advance` ends a step: scales come from the history, which then rolls.
     An operand that was not quantised in a step keeps history and scale.
-    Buffers (all FP32): history[3, length], scale[3], seen[3].
+    Numbers (all FP32, on one device): history[3, length], scale[3], seen[3], which checkpoints hold, and fresh[3].
+
+    They are plain tensors and no buffers: DistributedDataParallel would overwrite every rank's amaxes with those of rank 0 in
+    each forward, and averaged models would average them. They follow the module to its device, stay FP32 and never lie on "meta".
     """
 
     OPERANDS = ("activation", "weight", "gradient")
+    SAVED = ("history", "scale", "seen")
 
     def __init__(self, scaling: numerics.Scaling, history_len: int = 1024, amax_compute: str = "max", device=None):
         super().__init__()
@@ -35,19 +41,27 @@ class DelayedScaling(nn.Module):
         if amax_compute not in AMAX_COMPUTE:
             raise ValueError(f"amax_compute={amax_compute!r} is not one of {', '.join(AMAX_COMPUTE)}")
         self.scaling, self.amax_compute = scaling, amax_compute
-        self.register_buffer("history", torch.zeros(3, history_len, dtype=torch.float32, device=device))
-        self.register_buffer("scale", torch.ones(3, dtype=torch.float32, device=device))
-        self.register_buffer("seen", torch.zeros(3, dtype=torch.float32, device=device))
-        self.register_buffer("fresh", torch.ones(3, dtype=torch.float32, device=device), persistent=False)
+        device = torch.get_default_device() if device is None else torch.device(device)
+        device = torch.device("cpu") if device.type == "meta" else device  # nothing would fill them in later
+        self.history = torch.zeros(3, history_len, dtype=torch.float32, device=device)
+        self.scale = torch.ones(3, dtype=torch.float32, device=device)
+        self.seen = torch.zeros(3, dtype=torch.float32, device=device)
+        self.fresh = torch.ones(3, dtype=torch.float32, device=device)
+        self._asked: dict[str, tuple[torch.Tensor, torch.cuda.Event]] = {}
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_asked": {}}
 
     def _apply(self, fn, recurse=True):
-        """model.to(torch.bfloat16) moves and casts the model; the buffers go to its device and stay FP32."""
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, buffer in self._buffers.items():
-            if buffer.dtype != torch.float32:
-                self._buffers[name] = before[name].to(buffer.device)
-        return self
+        """A model is moved, cast (to(torch.bfloat16)) or emptied (to_empty): the numbers go to its device as they are."""
+        with torch.inference_mode(False):  # training will write to them
+            for name in (*self.SAVED, "fresh"):
+                number = getattr(self, name)
+                device = fn(number).device
+                if device.type != "meta":
+                    setattr(self, name, number.to(device))
+        self._asked.clear()
+        return super()._apply(fn, recurse)
 
     def format(self, operand: int) -> numerics.Fp8Format:
         return self.scaling.format(self.OPERANDS[operand])
@@ -61,8 +75,7 @@ class DelayedScaling(nn.Module):
     def record(self, operand: str, amax: torch.Tensor) -> None:
         """Fold the amax of something quantised into the history."""
         index = self.OPERANDS.index(operand)
-        slot = self.history[index, 0]
-        slot.copy_(torch.maximum(slot, amax))
+        self.history[index, 0].clamp_min_(amax)  # the larger one, and NaN if either is
         self.seen[index].fill_(1)
 
     def quantize(self, x: torch.Tensor, operand: str, transpose: bool = False, record: bool = True) -> QuantizedTensor:
@@ -110,24 +123,52 @@ class DelayedScaling(nn.Module):
         self.fresh[index:index + 1].masked_fill_(amax > 0, 0.0)
 
     def is_fresh(self, operand: str) -> bool:
-        """Whether an operand still waits for values to calibrate with. Asks the device, which may not be asked during the capture
-        of a CUDA graph: True there.
-        """
-        capturing = self.fresh.is_cuda and torch.cuda.is_current_stream_capturing()
-        return capturing or bool(self.fresh[self.OPERANDS.index(operand)])
+        """Whether an operand still waits for values to calibrate with, as far as the host knows.
 
+        A GPU is asked without waiting for it: the answer is there at a later call, and until then the operand counts as fresh.
+        """
+        index = self.OPERANDS.index(operand)
+        if not self.fresh.is_cuda:
+            return bool(self.fresh[index])
+        if torch.cuda.is_current_stream_capturing():
+            return True
+        if operand in self._asked:
+            answer, arrived = self._asked[operand]
+            if not arrived.query():
+                return True
+            del self._asked[operand]
+            if not answer.item():
+                return False
+        answer = torch.empty(1, dtype=torch.float32, pin_memory=True)
+        answer.copy_(self.fresh[index:index + 1], non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(self.fresh.device))
+        self._asked[operand] = answer, arrived
+        return True
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self.SAVED:
+            destination[prefix + name] = getattr(self, name) if keep_vars else getattr(self, name).detach()
+
+    @torch.no_grad()
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
-        key = prefix + "history"
-        saved = state_dict.get(key)
-        if saved is not None and saved.shape != self.history.shape:
-            # A history of another length: the newest entries that fit; scales are kept as saved.
-            fitted = torch.zeros_like(self.history)
-            length = min(saved.shape[1], fitted.shape[1])
-            fitted[:, :length] = saved[:, :length].to(fitted)
-            state_dict = {**state_dict, key: fitted}
-        own_missing: list[str] = []
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, own_missing, unexpected_keys, error_msgs)
-        # A plain checkpoint holds no FP8 state; that is legal, and the scales then start anew.
+        """A plain checkpoint holds no FP8 state; that is legal, and the scales then start anew. Of a history of another length
+        the newest entries that fit are taken. An operand that had met no values when it was saved is fresh again."""
+        found = {name: state_dict[prefix + name] for name in self.SAVED if prefix + name in state_dict}
+        if strict:
+            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key[len(prefix):] not in self.SAVED]
+        for name, saved in found.items():
+            own = getattr(self, name)
+            if saved.shape[:1] != own.shape[:1] or saved.dim() != own.dim():
+                error_msgs.append(f"{prefix}{name} has shape {tuple(saved.shape)}, {tuple(own.shape)} is needed")
+                return
+            if name == "history" and saved.shape != own.shape:
+                length = min(saved.shape[1], own.shape[1])
+                saved = torch.nn.functional.pad(saved[:, :length], (0, own.shape[1] - length))
+            own.copy_(saved)  # which may be itself: distributed checkpoints are read into the state dict
+        self._asked.clear()
+        self.fresh.copy_((self.scale == 1) & ~self.history.any(1) if "scale" in found else torch.ones_like(self.fresh))
 
 
 class LinearState(nn.Module):
@@ -145,9 +186,7 @@ class LinearState(nn.Module):
         kind = numerics.scaling(precision)
         if kind is None:
             raise ValueError(f"precision {precision!r} needs no FP8 state")
-        for name, value in (("weight_cache", weight_cache), ("keep_transpose", keep_transpose), ("pow2_scale", pow2_scale)):
-            if not isinstance(value, bool):  # "none" and "no" are true
-                raise ValueError(f"{name}={value!r} must be True or False")
+        check_flags(weight_cache=weight_cache, keep_transpose=keep_transpose, pow2_scale=pow2_scale)
         if kind.delayed and pow2_scale:
             raise ValueError(f"pow2_scale=True: precision {precision} takes scales from an amax history; leave it out")
         if not kind.delayed and (history_len, amax_compute) != (1024, "max"):
@@ -162,9 +201,10 @@ class LinearState(nn.Module):
         # The weight that the step of delayed scaling began with; (): that step is over; None: none has begun.
         self._advanced_for: _Mark | tuple | None = None
         self._explicit_steps = False
+        # Whether a training forward ran in this step, and whether there was none between two changes of the weight before it.
+        self._trained = self._only_evaluated = False
         # As far as the host knows: a traced graph calibrates on the device alone (`fresh`), and `advance` asks there.
         self._uncalibrated = set(DelayedScaling.OPERANDS) if kind.delayed else set()
-        self._was_traced = False
         # Whether the last training forward needed the transposed weight; None before the first one.
         self.keeps_transpose: bool | None = None
         self.weight_casts = 0
@@ -176,7 +216,8 @@ class LinearState(nn.Module):
     def __getstate__(self) -> dict:
         """A copy of the layer has a weight of its own, so what is known of this one's stays here."""
         ended = None if self._advanced_for is None else ()
-        return {**self.__dict__, "_cached": None, "_cached_for": None, "_advanced_for": ended}
+        return {**self.__dict__, "_cached": None, "_cached_for": None, "_advanced_for": ended, "_explicit_steps": False,
+                "_trained": False}
 
     def train(self, mode: bool = True):
         if mode != self.training:
@@ -194,10 +235,8 @@ class LinearState(nn.Module):
         self._explicit_steps = True
         self.new_step()
         if self.delayed is not None:
-            if self._was_traced and self._uncalibrated:
-                # The next call is traced anew without the calibration, and with the fused casts that it kept out.
-                fresh = zip(DelayedScaling.OPERANDS, self.delayed.fresh.tolist(), strict=True)
-                self._uncalibrated &= {operand for operand, is_fresh in fresh if is_fresh}
+            for operand in tuple(self._uncalibrated):
+                self._settle(operand)  # a graph is then traced anew without the calibration, and with the fused casts
             self.delayed.advance(group)
 
     def begin(self, weight: torch.Tensor) -> None:
@@ -208,8 +247,9 @@ class LinearState(nn.Module):
         if self.delayed is None:
             return
         if torch.compiler.is_compiling():
-            self._was_traced = True
             return
+        if self.delayed.scale.device != weight.device and not weight.is_meta:  # a weight that was loaded elsewhere
+            self.delayed.to(weight.device)
         if self._explicit_steps:
             return
         begun = self._advanced_for
@@ -217,17 +257,37 @@ class LinearState(nn.Module):
             return
         if begun is not None:
             self.delayed.advance()
+        if isinstance(begun, _Mark):
+            self._only_evaluated, self._trained = not self._trained, False
         self._advanced_for = _Mark(weight)
 
     def needs_values(self, operand: str) -> bool:
         """Whether the next quantisation of an operand must see its values first (a history that has not begun)."""
+        if operand in self._uncalibrated and not torch.compiler.is_compiling() and operand in self.delayed._asked:
+            self._settle(operand)
         return operand in self._uncalibrated
+
+    def _settle(self, operand: str) -> None:
+        """Calibrate an operand no more, once its history is known to have begun."""
+        if not self.delayed.is_fresh(operand):
+            self._uncalibrated.discard(operand)
 
     def cast_of(self, operand: str, transpose: bool) -> tuple[QuantizeOptions, torch.Tensor | None]:
         """How an operand is quantised now, for a kernel that also makes it: options, and the given scale (fp8_delayed)."""
         if self.delayed is not None:
             return self.delayed.cast_of(operand, transpose)
         return operand_options(self.kind, operand, self.pow2_scale, transpose), None
+
+    def records(self, grad_enabled: bool, needed: bool) -> bool:
+        """Whether the amaxes of a forward count. needed: some gradient of the layer is.
+
+        Those of training do, also in a frozen layer behind frozen ones, which needs no gradient. Of evaluations only those of a
+        layer whose weight changes though it never trains (an average of another's weights): no other forward moves its scales.
+        """
+        trains = needed or (grad_enabled and self.training)
+        if trains and not torch.compiler.is_compiling():
+            self._trained, self._only_evaluated = True, False
+        return trains or self._only_evaluated
 
     def note(self, operand: str, made: QuantizedTensor, record: bool) -> None:
         """Keep the statistics of an operand that such a kernel made."""
@@ -245,8 +305,8 @@ class LinearState(nn.Module):
             # tokens makes them far smaller than E5M2's smallest value), and after a plain checkpoint was loaded the scale
             # of the random weights would clip the loaded ones.
             self.delayed.calibrate(x, operand)
-            if is_direct(x) and not self.delayed.is_fresh(operand):
-                self._uncalibrated.discard(operand)
+            if is_direct(x):
+                self._settle(operand)
         options, scale = self.cast_of(operand, transpose)
         made = quantize_operand(x, options, scale, used)
         self.note(operand, made, record)
@@ -262,7 +322,9 @@ class LinearState(nn.Module):
         if self._lacks(weight, transpose):
             # A training forward without gradients is one that recompute repeats with them: cast once for both.
             both = transpose or (self.training and bool(self.keeps_transpose))
-            self.keep_weight(weight, self.quantize(weight.detach(), "weight", both, record), record)
+            with _outside_inference_mode(weight):
+                made = self.quantize(weight.detach(), "weight", both, record)
+            self.keep_weight(weight, made, record)
         elif record and not self._cached_is_noted:  # an evaluation made it, or refresh_weights
             self.note("weight", self._cached, True)
             self._cached_is_noted = True
@@ -293,10 +355,16 @@ class LinearState(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.new_step()
         if self.delayed is not None:
-            known = prefix + "delayed.scale" in state_dict
-            self._advanced_for = () if known else None  # a step that was saved before it was ended is ended now
-            self._uncalibrated = set() if known else set(DelayedScaling.OPERANDS)
-            self.delayed.fresh.fill_(0.0 if known else 1.0)
+            # A step that was saved before it was ended is ended now; without saved scales none has begun.
+            self._advanced_for = () if prefix + "delayed.scale" in state_dict else None
+            self._uncalibrated = set(DelayedScaling.OPERANDS)  # until `fresh`, which is loaded next, says otherwise
+
+
+def _outside_inference_mode(weight: torch.Tensor):
+    """For a copy of a weight that outlives the call: training saves it for its backward, and refuses inference tensors."""
+    if torch.is_inference_mode_enabled() and not weight.is_inference():
+        return torch.inference_mode(False)
+    return contextlib.nullcontext()
 
 
 def operand_options(kind: numerics.Scaling, operand: str, pow2: bool, transpose: bool) -> QuantizeOptions:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from te_plugin.bench import Options
 from te_plugin.bench.attention import Case, Inputs, measure
-from te_plugin.bench.harness import Report, Row, interleaved, rank, read_result
+from te_plugin.bench.harness import Report, Row, interleaved, rank
 from te_plugin.config import ConfigError
 
 
@@ -45,13 +45,17 @@ def test_result_files_are_written_and_read_back(tmp_path):
     report = Report("attention", torch.device("cpu"), rows=[row("ours", True, 2.0), row("peer", False, 5.0)])
     data, picture = report.write(tmp_path)
     assert picture.stat().st_size > 1000
-    result = read_result(data)
+    result = json.loads(data.read_text(encoding="utf-8"))
+    assert {"hardware", "date", "commit", "versions", "rows"} <= set(result)
     fields = {"op", "case", "kernel", "ours", "ms", "rate", "unit", "rel_error", "best_peer", "ratio_to_best_peer", "cpu_us"}
     assert fields <= set(result["rows"][0])
     assert result["rows"][0]["ratio_to_best_peer"] == 2.5
-    data.write_text(json.dumps({"rows": []}))
-    with pytest.raises(ValueError, match="lacks commit, date, hardware, versions"):
-        read_result(data)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_time_that_no_measurement_keeps_is_refused(seconds):
+    with pytest.raises(ConfigError, match=f"--seconds {seconds:g}: above 0, and finite"):
+        Options(seconds=seconds)
 
 
 def test_unknown_cases_are_named():

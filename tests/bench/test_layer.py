@@ -8,7 +8,6 @@ import torch
 from rich.console import Console
 
 from te_plugin.bench import breakdown, layer
-from te_plugin.bench.harness import read_result
 from te_plugin.bench.layer_models import Inputs, OurLayer, Sizes, TorchLayer, planned_attention, reference, train_call
 from te_plugin.oracle.metrics import compare
 
@@ -46,7 +45,7 @@ def test_one_candidate_more_adds_up_as_the_peers_do():
 
 
 def test_the_time_is_accounted_for_in_the_file_and_on_the_screen(report, tmp_path):
-    data = read_result(report.write(tmp_path)[0])
+    data = json.loads(report.write(tmp_path)[0].read_text(encoding="utf-8"))
     (found,) = data["details"].values()
     for entry in found.values():
         assert set(entry["ms"]) == set(breakdown.GROUPS) and entry["ms"]["gemm"] > 0
@@ -87,3 +86,13 @@ def test_the_peer_computes_the_same_layer():
 ])  # fmt: skip
 def test_kernels_are_grouped_by_their_names(name, group):
     assert breakdown.group_of(name) == group
+
+
+def test_gaps_are_those_of_calls_that_follow_one_another():
+    """The first call of a profile waits for the host: 40 us between its kernels, where the later ones have 1."""
+    first = [("gemm", 0, 10), ("quantize", 50, 52)]
+    later = [event for at in (53, 67) for event in (("gemm", at, at + 10), ("quantize", at + 11, at + 13))]
+    found = breakdown.of_events([*later, *first], calls=2)
+    ms = {name: round(value * 1e3, 3) for name, value in found.groups.items()}
+    assert ms == {"gemm": 10, "quantise": 2, "gaps": 1.5, "norm + activation + rope": 0, "attention": 0, "other": 0}
+    assert [(kernel.name, kernel.launches) for kernel in found.kernels] == [("gemm", 1), ("quantize", 1)]

@@ -7,6 +7,7 @@ import pytest
 from te_plugin import AttentionProblem, PlanError, Target, cli, plan
 from te_plugin.commands import memory, report
 from te_plugin.config import compose
+from te_plugin.config.sizes import parameter_count
 from te_plugin.ops.recipe import problems_of
 from te_plugin.plan import ARCHITECTURES, registered
 
@@ -145,7 +146,7 @@ def test_a_recipe_for_a_gpu_asks_which_one(explain):
 @pytest.mark.parametrize("recipe,parameters", [("llama3_1_8b", 8_030_261_248), ("llama3_1_8b model=llama3_2_1b", 1_235_814_400)])
 def test_parameters_are_those_that_the_models_are_published_with(recipe, parameters):
     cfg = compose([f"recipe={recipe.split()[0]}", *recipe.split()[1:]], for_run=False)
-    assert memory.parameter_count(cfg)[0] == parameters
+    assert parameter_count(cfg)[0] == parameters
 
 
 def test_fsdp2_shares_weights_gradients_and_optimizer_state_and_not_activations():

@@ -183,6 +183,18 @@ def test_a_damaged_golden_file_is_a_clear_error(tmp_path, damage):
         Golden.load(path)
 
 
+@pytest.mark.parametrize("damage", ["a key twice", "a row twice"])
+def test_a_golden_file_that_says_something_twice_is_damaged(recorded, tmp_path, damage):
+    """In JSON the last one of two wins, and nobody could tell which loss was recorded."""
+    path = tmp_path / "golden.jsonl"
+    recorded.save(path)
+    text = path.read_text()
+    path.write_text(text.replace('"loss":', '"loss": 1.0, "loss":', 1) if damage == "a key twice" else
+                    text + text.splitlines()[-1] + "\n")
+    with pytest.raises(GoldenError, match="more than once"):
+        Golden.load(path)
+
+
 def test_a_band_is_measured_on_whole_twins_or_not_made(rng):
     with pytest.raises(GoldenError, match="measured"):
         golden.build({}, {"bf16": curve(rng)}, {})

@@ -36,7 +36,7 @@ def steps(model, count: int = 3) -> list:
                 parameter -= 0.1 * (step + 1) * parameter.grad
             parameter.grad = None
         model.set_is_first_microbatch()
-        seen += [buffer.clone() for _, buffer in sorted(model.named_buffers())]
+        seen += [value.clone() for name, value in sorted(model.state_dict().items()) if ".delayed." in name]
     return seen
 
 

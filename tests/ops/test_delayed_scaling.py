@@ -156,10 +156,94 @@ def test_casting_a_model_leaves_its_scales_and_histories_in_float32(cast):
     layer = Linear(32, 32, precision="fp8_delayed")
     layer(torch.randn(16, 32)).sum().backward()
     advance_scaling(layer)
-    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    scaling = layer.state.delayed
+    before = {name: number.clone() for name, number in scaling.state_dict().items()}
     cast(layer)
     assert layer.weight.dtype != torch.float32
-    for name, buffer in layer.named_buffers():
-        assert buffer.dtype == torch.float32 and torch.equal(buffer, before[name]), name
+    for name, number in scaling.state_dict().items():
+        assert number.dtype == torch.float32 and torch.equal(number, before[name]), name
     layer(torch.randn(16, 32, dtype=layer.weight.dtype)).sum().backward()
-    assert all(buffer.is_meta for buffer in layer.to("meta").buffers())
+
+
+def relative(y, exact) -> float:
+    return float((y - exact).detach().norm() / exact.detach().norm())
+
+
+@pytest.mark.report("pytorch/ao#1292")
+@pytest.mark.parametrize("made", ["on meta", "under meta", "trained"])
+def test_a_layer_that_is_emptied_keeps_numbers_that_mean_something(made):
+    """to_empty leaves whatever lay in the memory; nobody else would fill the scales in."""
+    if made == "under meta":
+        with torch.device("meta"):
+            layer = Linear(64, 64, precision="fp8_delayed")
+    else:
+        layer = Linear(64, 64, precision="fp8_delayed", device="meta" if made == "on meta" else None)
+    if made == "trained":
+        layer(torch.randn(16, 64)).sum().backward()
+        advance_scaling(layer)
+    before = layer.state.delayed.state_dict()
+    layer.to_empty(device="cpu")
+    for name, number in layer.state.delayed.state_dict().items():
+        assert torch.equal(number, before[name]), name
+    if made != "trained":
+        torch.nn.init.normal_(layer.weight)
+        torch.nn.init.zeros_(layer.bias)
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+        assert relative(layer(x), x @ layer.weight.t()) < 0.05
+
+
+@pytest.mark.parametrize("before", ["nothing", "evaluation"])
+def test_a_checkpoint_of_a_layer_that_has_not_trained_loses_no_gradient(before):
+    """Its gradient's scale is the 1 it began with, under which gradients of 1e-6 and less vanish."""
+    layer = Linear(64, 64, bias=False, precision="fp8_delayed")
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    if before == "evaluation":
+        with torch.no_grad():
+            layer(x)
+    loaded = Linear(64, 64, bias=False, precision="fp8_delayed")
+    loaded.load_state_dict(layer.state_dict())
+    (loaded(x) * 1e-6).sum().backward()
+    assert relative(x.grad, 1e-6 * layer.weight.sum(0).expand(16, 64)) < 0.05
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_checkpoint_in_another_dtype_leaves_the_numbers_in_float32(assign):
+    layer = Linear(64, 64, precision="fp8_delayed")
+    layer(torch.ones(16, 64)).sum().backward()
+    loaded = Linear(64, 64, precision="fp8_delayed", dtype=torch.bfloat16)
+    loaded.load_state_dict({name: value.bfloat16() for name, value in layer.state_dict().items()}, assign=assign)
+    assert all(number.dtype == torch.float32 for number in loaded.state.delayed.state_dict().values())
+    loaded(torch.ones(16, 64, dtype=torch.bfloat16)).sum().backward()
+
+
+def test_the_state_dict_of_a_layer_may_be_loaded_into_it():
+    """torch.distributed.checkpoint reads into the tensors of a state dict and then loads it."""
+    layer = Linear(64, 64, precision="fp8_delayed", history_len=4)
+    layer(torch.ones(16, 64)).sum().backward()
+    advance_scaling(layer)
+    before = {name: number.clone() for name, number in layer.state_dict().items()}
+    layer.load_state_dict(layer.state_dict())
+    assert before["state.delayed.history"].any()
+    assert all(torch.equal(number, before[name]) for name, number in layer.state_dict().items())
+
+
+def test_scales_of_a_frozen_layer_follow_its_inputs():
+    """Under adapters the first layers need no gradient at all, and what reaches them moves all the same."""
+    frozen = torch.nn.Sequential(*(Linear(64, 64, bias=False, precision="fp8_delayed") for _ in range(2))).requires_grad_(False)
+    adapter = torch.nn.Parameter(torch.zeros(64))
+    optimizer = torch.optim.SGD([adapter], lr=0.1)
+    for size in (1.0, 50.0, 50.0, 50.0):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)) * size
+        y = frozen(x)
+        (y + adapter).sum().backward()
+        optimizer.step()
+    assert relative(y, x @ frozen[0].weight.t() @ frozen[1].weight.t()) < 0.1
+
+
+def test_a_state_of_another_shape_is_refused_by_name():
+    layer = Linear(16, 16, precision="fp8_delayed")
+    state = layer.state_dict() | {"state.delayed.scale": torch.ones(4)}
+    with pytest.raises(RuntimeError, match=r"state\.delayed\.scale has shape \(4,\), \(3,\) is needed"):
+        layer.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="Unexpected.*state.delayed.scael"):
+        layer.load_state_dict(layer.state_dict() | {"state.delayed.scael": torch.ones(3)})

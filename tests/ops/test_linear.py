@@ -277,3 +277,9 @@ def test_activation_recompute_changes_neither_results_nor_state(precision, micro
         runs.append([*seen, layer.weight.grad])
     for plain, recomputed in zip(*runs, strict=True):
         assert torch.equal(plain, recomputed)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_current"])
+def test_no_features_at_all_leave_the_bias(precision):
+    y = linear(torch.ones(2, 3, 0), torch.ones(16, 0), torch.arange(16.0), precision)
+    assert torch.equal(y, torch.arange(16.0).expand(2, 3, 16))

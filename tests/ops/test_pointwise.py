@@ -10,7 +10,7 @@ from te_plugin.ops.loss.problem import LossProblem
 from te_plugin.ops.norm.problem import NormProblem
 from te_plugin.ops.rope.problem import RopeProblem
 from te_plugin.plan import PlanError
-from te_plugin.torch import cross_entropy, rms_norm, rope, swiglu
+from te_plugin.torch import cross_entropy, layer_norm_linear, rms_norm, rope, swiglu
 
 from .reference import rounded
 from .runners import implementations, nan_filled_memory, numpy, parameter, to_torch
@@ -286,6 +286,36 @@ def test_rows_without_columns_are_legal():
 def test_a_label_outside_the_vocabulary_is_refused_by_every_kernel_and_never_counts_as_token_0(kernel, label):
     with pytest.raises((ValueError, RuntimeError), match=f"{label}"):
         cross_entropy(torch.zeros(3, 16), torch.tensor([1, label, -100]), kernel=kernel, fallback="allow")
+
+
+@pytest.mark.report("chainer/chainer#5127")
+@pytest.mark.parametrize("label", [2**32 + 1, 2**32 - 100, -(2**32) + 3])
+@pytest.mark.parametrize("kernel", ["cpu", "composite"])
+def test_a_label_past_32_bits_does_not_wrap_into_the_vocabulary(kernel, label):
+    with pytest.raises((ValueError, RuntimeError), match=str(2**31 - 1 if label > 0 else -(2**31))):
+        cross_entropy(torch.zeros(2, 16), torch.tensor([1, label]), kernel=kernel, fallback="allow")
+
+
+@pytest.mark.parametrize("function", [
+    rms_norm, lambda x, w: layer_norm_linear(x, w, torch.ones(32, 64), precision="fp8_current")],
+    ids=["norm", "norm linear"])  # fmt: skip
+def test_a_norm_weight_that_is_a_column_gives_the_same(function):
+    results = []
+    for column in (False, True):
+        x = torch.linspace(-1, 1, 16 * 64).view(16, 64).requires_grad_()
+        table = torch.linspace(0.5, 2, 2 * 64).view(64, 2).requires_grad_()
+        weight = table[:, 0] if column else table[:, 0].contiguous()
+        y = function(x, weight)
+        y.square().sum().backward()
+        results.append((y, x.grad, table.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_tensors_without_dimensions_are_named():
+    with pytest.raises(ValueError, match=r"a norm takes x\[...,C\] and weight\[C\]; got x\(\)"):
+        rms_norm(torch.tensor(1.0), torch.ones(1))
+    with pytest.raises(ValueError, match="needs an even one; x has shape \\(\\)"):
+        swiglu(torch.tensor(1.0))
 
 
 @pytest.mark.parametrize("labels", [torch.tensor([0.5, 1.0]), torch.tensor([True, False])], ids=["float", "bool"])

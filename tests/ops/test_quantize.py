@@ -6,7 +6,7 @@ import torch
 
 from te_plugin import numerics, oracle
 from te_plugin.numerics import FORMATS, GRANULARITIES
-from te_plugin.ops.quantize.problem import QuantizeProblem
+from te_plugin.ops.quantize.problem import QuantizeProblem, scale_shape
 
 from .reference import rounded
 from .runners import implementations, nan_filled_memory, nan_tensor, parameter, to_torch
@@ -44,7 +44,7 @@ def raw(implementation, problem: QuantizeProblem, x: np.ndarray, scale):
     if problem.transpose:
         outputs.append(nan_tensor(x.shape[::-1], problem.format, runner.device))
         if not problem.delayed:
-            scales.append(nan_tensor(problem.transposed_scale_shape(), scale_dtype, runner.device))
+            scales.append(nan_tensor(scale_shape(problem.columns, problem.rows, problem.granularity), scale_dtype, runner.device))
     stats = nan_tensor((2,), "fp32", runner.device)
     stage = {(0, 0): "plain", (0, 1): "transpose", (1, 0): "given", (1, 1): "given_transpose"}[
         (problem.delayed, problem.transpose)

@@ -153,7 +153,8 @@ def test_a_file_made_with_something_else_is_ignored_and_rewritten(path, change):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"format": 1}',
                                   '{"format": 1, "made_with": %s, "choices": {"x": "first"}}',
-                                  '{"format": 1, "made_with": %s, "choices": {"x": {"first": -1}}}'])
+                                  '{"format": 1, "made_with": %s, "choices": {"x": {"first": -1}}}',
+                                  '{"format": 1, "made_with": %s, "choices": {"x": {"first": 1, "first": 2}}}'])
 def test_a_damaged_file_is_warned_about_and_measured_again(path, text):
     path.parent.mkdir(parents=True)
     path.write_text(text.replace("%s", json.dumps(MADE_WITH)))

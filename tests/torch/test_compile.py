@@ -1,8 +1,11 @@
 """torch.compile: one graph, the numbers of eager, and no recompilation for a new packing."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import te_plugin.torch as tp
 
@@ -83,3 +86,17 @@ def test_new_packings_do_not_recompile():
         expected.square().sum().backward()
         assert torch.equal(out, expected) and torch.equal(got, q.grad)
     assert compilations.frame_count <= 2
+
+
+def test_recompute_within_a_compiled_graph_equals_eager():
+    """fp8_delayed remembers something of every forward, and a graph of a checkpoint allows no change from outside it."""
+    layer = tp.Linear(64, 64, precision="fp8_delayed")
+    traced = copy.deepcopy(layer)
+    compiled = torch.compile(lambda x: checkpoint(traced, x, use_reentrant=False), fullgraph=True, backend="aot_eager")
+    results = []
+    for call, own in ((layer, layer), (compiled, traced)):
+        x = torch.linspace(-1, 1, 16 * 64).view(16, 64).requires_grad_()
+        y = call(x)
+        y.square().mean().backward()
+        results.append([y, x.grad, own.weight.grad, *own.state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

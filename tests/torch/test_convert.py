@@ -189,3 +189,42 @@ def test_what_a_new_linear_would_not_do_is_left_alone():
 def test_one_pattern_may_be_given_without_a_tuple():
     model = nn.ModuleDict(dict(head=nn.Linear(128, 128), h=nn.Linear(128, 128)))
     assert [name for name, _ in tp.convert(model, "fp8_current", skip="head").converted] == ["h"]
+
+
+class Scaled(torch.nn.Linear):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class Adapted(torch.nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.adapter = torch.nn.Parameter(torch.ones(1))
+
+
+def codes(dtype):
+    layer = torch.nn.Linear(128, 128).requires_grad_(False)
+    layer.weight.data = layer.weight.to(dtype)
+    return layer
+
+
+@pytest.mark.parametrize("layer, reason", [
+    (Scaled(128, 128), "Scaled overrides __call__"),
+    (Adapted(128, 128), "it holds adapter besides"),
+    (codes(torch.float8_e4m3fn), "its weight is torch.float8_e4m3fn"),
+    (codes(torch.int8), "its weight is torch.int8"),
+    (torch.nn.Linear(128, 128).double(), "its weight is torch.float64"),
+], ids=["call", "parameter", "fp8 codes", "int8 codes", "fp64"])  # fmt: skip
+def test_a_linear_that_a_new_one_could_not_stand_for_is_left_with_the_reason(layer, reason):
+    model = torch.nn.Sequential(layer, torch.nn.Linear(128, 128))
+    report = tp.convert(model)
+    assert model[0] is layer and report.skipped[0][1].startswith(reason) and len(report.converted) == 1
+
+
+def test_a_pattern_leaves_all_that_is_within_a_module_and_one_that_matches_nothing_is_refused():
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(128, 128)), torch.nn.Linear(128, 128))
+    with pytest.raises(ValueError, match="skip: 'attention' matches no module of Sequential; names are such as 0, 0.0, 1"):
+        tp.convert(model, skip=("0", "attention"))
+    assert type(model[1]) is torch.nn.Linear
+    report = tp.convert(model, skip="0")
+    assert report.skipped == [("0.0", "its name is in skip")] and len(report.converted) == 1

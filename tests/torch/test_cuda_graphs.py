@@ -40,7 +40,7 @@ class Run:
         """What a step leaves for the next one."""
         parameters = list(self.model.parameters())
         gradients = [p.main_grad if hasattr(p, "main_grad") else p.grad for p in parameters]
-        return [*(p.detach() for p in parameters), *gradients, *self.model.buffers()]
+        return [*gradients, *self.model.state_dict().values()]
 
     def save(self) -> list[torch.Tensor]:
         return [t.clone() for t in self.kept()]
@@ -69,7 +69,7 @@ class Run:
                     gradient.zero_()
                     seen.append(parameter.detach().clone())
             tp.advance_scaling(self.model)
-            seen += [buffer.clone() for buffer in self.model.buffers()]
+            seen += [value.clone() for value in self.model.state_dict().values()]
         return seen
 
 
@@ -134,5 +134,21 @@ def test_a_step_waits_for_nothing_on_the_host(precision):
     torch.cuda.set_sync_debug_mode("error")
     try:
         run.train()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.gpu
+def test_an_operand_that_stays_zero_is_waited_for_by_nobody():
+    """Its scale has no values to begin with, and no call may ask the GPU for them and wait."""
+    layer = tp.Linear(HIDDEN, HIDDEN, precision="fp8_delayed", device="cuda")
+    x = torch.zeros(ROWS, HIDDEN, device="cuda", requires_grad=True)
+    layer(x).sum().backward()  # plans and libraries
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            layer(x).mul(0).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode(before)

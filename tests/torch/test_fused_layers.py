@@ -340,6 +340,29 @@ def test_hooks_of_the_parts_of_an_mlp_run():
     assert torch.equal(model(draw(ROWS, HIDDEN)), one_call) and called == ["fc2"]
 
 
+def test_a_forward_put_in_the_place_of_a_parts_own_runs():
+    """Offloading libraries put a function there that brings the weights first."""
+    model = tp.LayerNormMLP(HIDDEN, FFN, precision="fp8_current", dtype=torch.bfloat16)
+    one_call, called, own = model(draw(ROWS, HIDDEN)), [], model.fc1.forward
+
+    def forward(*arguments, **options):
+        called.append("fc1")
+        return own(*arguments, **options)
+
+    model.fc1.forward = forward
+    assert torch.equal(model(draw(ROWS, HIDDEN)), one_call) and called == ["fc1"]
+
+
+def test_hooks_of_all_modules_see_the_parts():
+    model, called = tp.LayerNormMLP(HIDDEN, FFN, precision="fp8_current", dtype=torch.bfloat16), []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(module))
+    try:
+        model(draw(ROWS, HIDDEN))
+    finally:
+        hook.remove()
+    assert called == [model.fc1, model.fc2, model]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", ["fp8_current", "fp8_delayed", "fp8_block"])
 def test_padding_of_rows_changes_nothing(precision, kind, monkeypatch):

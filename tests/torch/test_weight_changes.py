@@ -104,6 +104,24 @@ def test_averaged_weights_that_are_swapped_in_for_an_evaluation_are_used():
     assert torch.equal(layer(x), trained)
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_scales_of_an_averaged_copy_follow_its_weights(explicit):
+    """It never trains; with the scales it was copied with, weights that grew would saturate without a word."""
+    layer = torch.nn.Sequential(*(tp.Linear(64, 64, bias=False, precision="fp8_delayed") for _ in range(2)))
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    layer(x).sum().backward()
+    if explicit:
+        tp.advance_scaling(layer)
+    average = copy.deepcopy(layer).eval()
+    with torch.no_grad():
+        for growth in [1.3] * 8 + [1.0] * 12:  # the scales are a step behind, and the average behind its model
+            for mine, theirs in zip(average.parameters(), layer.parameters(), strict=True):
+                mine.lerp_(theirs.mul_(growth), 0.5)
+            y = average(x)
+        exact = x @ average[0].weight.t() @ average[1].weight.t()
+    assert (y - exact).norm() < 0.1 * exact.norm()
+
+
 def test_a_copy_of_a_layer_knows_nothing_of_the_first_ones_weight():
     layer = tp.Linear(64, 64, bias=False, precision="fp8_delayed")
     layer(torch.ones(16, 64)).sum().backward()
@@ -120,6 +138,30 @@ def test_a_layer_made_in_inference_mode_works():
     with torch.inference_mode():
         layer = tp.Linear(64, 64, precision="fp8_delayed")
         assert torch.equal(layer(torch.ones(1, 64)), layer(torch.ones(1, 64)))
+
+
+@pytest.mark.report("huggingface/diffusers#1658")
+@pytest.mark.parametrize("precision", ["fp8_current", "fp8_delayed"])
+def test_training_goes_on_after_an_evaluation_in_inference_mode(precision):
+    """The weight that the evaluation quantised serves the training forward too, which saves it for its backward."""
+    layer, x = tp.Linear(64, 64, precision=precision), torch.ones(16, 64, requires_grad=True)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(3):
+        with torch.inference_mode():
+            layer(torch.ones(16, 64))
+        layer(x).sum().backward()
+        optimizer.step()
+    assert layer.state.weight_casts == 4  # only the first evaluation does not know which copies training needs
+
+
+@pytest.mark.gpu
+def test_the_numbers_of_delayed_scaling_lie_where_the_weight_is_loaded():
+    layer = tp.Linear(64, 64, bias=False, precision="fp8_delayed", device="meta")
+    layer.load_state_dict({"weight": torch.ones(64, 64, device="cuda")}, assign=True)
+    assert (layer(torch.ones(16, 64, device="cuda")) == 64).all()
+    assert all(number.is_cuda for number in layer.state.delayed.state_dict().values())
+
+
 @pytest.mark.parametrize("precision", ["fp8_current", "fp8_delayed", "fp8_rowwise"])
 def test_recompute_casts_a_weight_once_a_step(precision):
     """The first forward of the reentrant kind needs no transposed copy, its repetition does; it is known from the step before."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from te_plugin.ops.attention.cudnn import backward_scratch
+from te_plugin.ops.attention.cudnn import absent_in_jax, backward_scratch, xla_scratch
 from te_plugin.ops.attention.problem import DQ_CODE, MASK_CODE, AttentionProblem
 from te_plugin.ops.checks import FLOAT_DTYPES, first_reason, wrong_arch, wrong_dtype
 from te_plugin.plan import BufferSpec, Kernel, Supported, Target, Unsupported, register
@@ -125,6 +125,24 @@ def _cudnn_supports(problem: AttentionProblem, target: Target) -> Supported | Un
 CUDNN = register(Kernel(name="cudnn", op="attention", supports=_cudnn_supports, attributes=attributes,
                         helpers=(("sm90", "segment_offsets"), ("sm90", "fill_outside")), own_scratch=backward_scratch,
                         describe_layout=describe_operands))
+
+
+def _xla_supports(problem: AttentionProblem, target: Target) -> Supported | Unsupported:
+    reason = first_reason(
+        "is cuDNN as XLA calls it, for JAX only; in torch it is called cudnn" if target.framework != "jax" else None,
+        wrong_arch(target, "sm90"),
+        wrong_dtype(problem.dtype, "bf16", "fp16"),
+        *_packed_causal_reasons(problem),
+        "is not deterministic in its backward" if problem.deterministic else None,
+        f"XLA's packed call takes no window, {problem.window} was asked for" if problem.window[0] >= 0 else None,
+        "XLA counts the values of q in 32 bits" if problem.tokens_q * problem.heads * problem.head_dim >= 2**31 else None,
+        f"this JAX has no {absent_in_jax()}, by which it is called" if target.local and absent_in_jax() else None,
+    )
+    return Unsupported(reason) if reason else Supported("cuDNN's packed kernels, called by XLA")
+
+
+XLA = register(Kernel(name="xla", op="attention", supports=_xla_supports, attributes=attributes, own_scratch=xla_scratch,
+                      describe_layout=describe_operands))
 
 
 def _packed_causal_reasons(problem: AttentionProblem) -> tuple[str | None, ...]:

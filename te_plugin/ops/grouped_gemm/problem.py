@@ -8,6 +8,8 @@ from typing import ClassVar
 from te_plugin import numerics
 
 STAGES = ("forward", "dgrad", "wgrad")
+# An expert's weight of at least this many values fills a GPU by itself; smaller ones are quantised together.
+LARGE_EXPERT = 1 << 22
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,6 @@ from typing import ClassVar
 
 from te_plugin import numerics
 
-# An expert's weight of at least this many values fills a GPU by itself; smaller ones are quantised together.
-LARGE_EXPERT = 1 << 22
-
 
 @dataclass(frozen=True)
 class QuantizeProblem:
@@ -45,9 +42,6 @@ class QuantizeProblem:
     def scale_shape(self) -> tuple[int, ...]:
         """Shape of scale_inv of the row-major copy (uint8 exponents for mx, else fp32)."""
         return scale_shape(self.rows, self.columns, self.granularity)
-
-    def transposed_scale_shape(self) -> tuple[int, ...]:
-        return scale_shape(self.columns, self.rows, self.granularity)
 
 
 def check_format(name: str) -> None:
