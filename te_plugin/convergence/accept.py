@@ -269,8 +269,8 @@ def _contract_problem(cfg: Config, seeds: Sequence[Mapping[str, Arm]], saboteur:
             touched = [key for key in differences(configs["bf16"], configs[name]) if not key.startswith(TOGGLED)]
             if touched:
                 return f"{name} differs from bf16 in {', '.join(touched)}"
-            for key, what in (("order_hash", "data order"), ("init_hash", "initial weights")):
-                if arm.environment[key] != arms["bf16"].environment[key]:
+            for key, what in (("order_hash", "data order"), ("token_hash", "text"), ("init_hash", "set of initial weights")):
+                if arm.environment.get(key) != arms["bf16"].environment.get(key):
                     return f"seed {index}: {name} has another {what} than bf16"
             if problem := _rows_problem(name, arm, arms["bf16"]):
                 return f"seed {index}: {problem}"

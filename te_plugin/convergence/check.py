@@ -35,6 +35,7 @@ class RunFacts:
     vocab_size: int
     planned_steps: int
     context_free_entropy: float | None
+    token_hash: str | None = None
 
 
 @dataclass(frozen=True)

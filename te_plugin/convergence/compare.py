@@ -74,7 +74,7 @@ def compare_runs(a: Path | str, b: Path | str, out: Path | str | None = None) ->
     environments = [_environment(folder) for folder in (a, b)]
     notes = [
         f"{what} differs: the curves are not paired"
-        for key, what in (("order_hash", "data order"), ("init_hash", "initial weights"))
+        for key, what in (("order_hash", "data order"), ("token_hash", "the text"), ("init_hash", "initial weights"))
         if environments[0].get(key) != environments[1].get(key)
     ]
     config = differences(load(a / "config.resolved.yaml"), load(b / "config.resolved.yaml"))

@@ -16,7 +16,7 @@ import torch
 from te_plugin.config import Config, recipe_hash
 from te_plugin.convergence.check import RunFacts, judge
 from te_plugin.convergence.golden import Arm, Golden, golden_path
-from te_plugin.convergence.verdict import Verdict
+from te_plugin.convergence.verdict import VERDICT_FILE, Verdict
 from te_plugin.importing import is_weights_folder
 from te_plugin.training import checkpoint as ckpt
 from te_plugin.training import distributed
@@ -89,16 +89,19 @@ class _Run:
             vocab_size=cfg.model.vocab_size,
             planned_steps=self.schedule.total_steps,
             context_free_entropy=_entropy_of(cfg, data) if world.is_main else None,
+            token_hash=data.token_hash(),
         )
         self._require_same_rows()
         with writing(self.run_dir):
+            if world.is_main:
+                (self.run_dir / VERDICT_FILE).unlink(missing_ok=True)  # from here on it is no longer that of the run
             tracker = self._make_tracker()
             if world.is_main:
                 self._write_environment(data, facts)
         fits = golden is not None and golden.recipe_hash == facts.recipe_hash
         matching = golden.arm_for(cfg.precision.name, cfg.adapter.name) if fits else None
         golden_loss = matching.loss_at if matching else lambda step: None
-        loop = Loop(cfg, engine, world, tracker, golden_loss, facts.order_hash)
+        loop = Loop(cfg, engine, world, tracker, golden_loss, self._data_hashes)
         verdict, last_step = None, 0
         try:
             outcome = self._start_and_run(loop, tracker)
@@ -129,18 +132,24 @@ class _Run:
         if self.resume_from is None:
             return
         info, step, rows = self.resume_from.info, self.resume_from.step, self.cfg.schedule.global_rows
-        next_row, order = info.get("next_row", step * rows), info.get("order_hash", self.facts.order_hash)
+        next_row = info.get("next_row", step * rows)
         if next_row != step * rows:
             raise RunDirError(
                 f"{self.resume_from.path} stands at row {next_row} after {step} steps, and schedule.global_rows={rows} makes "
                 f"them {step * rows}: a resumed run keeps its rows a step; set it back, or start a new run with run.init_from"
             )
-        if order != self.facts.order_hash:
-            raise RunDirError(
-                f"the training rows are not those of {self.resume_from.path} (order {self.facts.order_hash}, it has {order}): "
-                f"documents were added, removed or changed at data.path={self.cfg.data.path}, or a setting of the data was. "
-                f"Restore them, or start a new run with run.init_from"
-            )
+        for name, mine in self._data_hashes.items():
+            if info.get(name, mine) != mine:
+                raise RunDirError(
+                    f"the training rows are not those of {self.resume_from.path} ({name} {mine}, it has {info[name]}): "
+                    f"documents were added, removed or changed at data.path={self.cfg.data.path}, or the tokenizer or a setting of "
+                    f"the data was. Restore them, or start a new run with run.init_from"
+                )
+
+    @property
+    def _data_hashes(self) -> dict[str, str]:
+        """From where the rows take their tokens, and what these are: kept in every checkpoint."""
+        return {"order_hash": self.facts.order_hash, "token_hash": self.facts.token_hash}
 
     def _conclude(
         self, verdict: Verdict | None, facts: RunFacts, golden: Golden | None, matching: Arm | None, last_step: int
@@ -205,7 +214,7 @@ class _Run:
         environment.update(
             recipe=self.cfg.recipe,
             recipe_hash=facts.recipe_hash,
-            order_hash=facts.order_hash,
+            **self._data_hashes,
             init_hash=facts.init_hash,
             sabotage=self.cfg.testing.sabotage,
         )

@@ -89,7 +89,6 @@ def _claim(cfg: Config, run_dir: Path, until_the_end: contextlib.ExitStack) -> s
         if used and not cfg.run.resume:
             return f"{run_dir} already holds a run ({', '.join(used)}); continue it with run.resume=true or change run.dir"
         write_config(run_dir / CONFIG_FILE, cfg)
-        (run_dir / VERDICT_FILE).unlink(missing_ok=True)
     except OSError as error:
         return f"run directory {run_dir} cannot be written: {error}"
     return None

@@ -135,6 +135,18 @@ def test_the_order_of_the_corpus_is_frozen(config):
     assert data.order_hash(100) == "48b837c8d5b5aaac"
 
 
+def test_the_token_hash_follows_every_token_and_no_dtype(random_documents, monkeypatch):
+    documents = random_documents()
+    first = _data(documents).token_hash()
+    assert _data([document.astype(np.uint16) for document in documents]).token_hash() == first
+    changed = [document.copy() for document in documents]
+    changed[7][-1] ^= 1
+    assert _data(changed).token_hash() != first and _data(changed).order_hash(9) == _data(documents).order_hash(9)
+    monkeypatch.setattr(dataset_module, "_HASHED_AT_MOST", 64)
+    monkeypatch.setattr(dataset_module, "_HASHED_BLOCK", 8)
+    assert _data(documents).token_hash() != first  # blocks of it
+
+
 @pytest.mark.report("PrimeIntellect-ai/prime-rl#1957")
 def test_loss_tokens_differ_between_ranks_and_add_up_to_the_whole_batch(random_documents):
     data = _data(random_documents())
