@@ -142,8 +142,8 @@ class _Run:
             if info.get(name, mine) != mine:
                 raise RunDirError(
                     f"the training rows are not those of {self.resume_from.path} ({name} {mine}, it has {info[name]}): "
-                    f"documents were added, removed or changed at data.path={self.cfg.data.path}, or the tokenizer or a setting of "
-                    f"the data was. Restore them, or start a new run with run.init_from"
+                    f"documents were added, removed or changed at data.path={self.cfg.data.path}, or the tokenizer or a setting "
+                    f"of the data was. Restore them, or start a new run with run.init_from"
                 )
 
     @property
