@@ -11,7 +11,7 @@ _BY_MODULE = {
     "te_plugin.ffi": ("LibraryError",),
     "te_plugin.data.errors": ("DataError",),
     "te_plugin.convergence.golden": ("GoldenError",),
-    "te_plugin.training.run": ("RunDirError",),
+    "te_plugin.training.run_dir": ("RunDirError",),
     "te_plugin.training.checkpoint": ("CheckpointError",),
     "te_plugin.training.metrics": ("MetricsError",),
     "te_plugin.training.wandb_sink": ("TrackingError",),

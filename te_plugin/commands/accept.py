@@ -12,9 +12,11 @@ from argparse import Namespace
 from pathlib import Path
 
 from te_plugin.commands import launch
-from te_plugin.config import Config, ConfigError, compose, differences, load, to_yaml, validate
+from te_plugin.config import Config, ConfigError, compose, differences, load, validate
 from te_plugin.config.ranges import CHOICES
 from te_plugin.convergence.verdict import VERDICT_FILE, Verdict
+from te_plugin.training.progress import say
+from te_plugin.training.run_dir import CONFIG_FILE, write_config
 
 HELP = "is FP8 as good as BF16? paired runs and gates"
 EXAMPLES = """examples:
@@ -43,24 +45,24 @@ def run(args: Namespace) -> int:
     cfg = compose(args.overrides, config_dir=args.config_dir)
     if args.nproc is None and cfg.parallel.name != "single" and cfg.adapter.name != "maxtext":
         raise ConfigError(f"parallel={cfg.parallel.name} needs the number of processes; add --nproc N")
-    validate(cfg, world_size=args.nproc or 1)
+    validate(cfg, world_size=1 if args.nproc is None else args.nproc)
 
     from te_plugin.convergence.accept import accept, require_comparable
 
     require_comparable(cfg)  # before a folder is made
     out = args.out or Path("runs") / f"accept-{cfg.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     _claim(out, cfg)
-    print(f"acceptance: {out}", flush=True)
+    say(f"acceptance: {out}")
     verdict = accept(cfg, out, lambda arm, folder: _run_arm(arm, folder, args.nproc), args.saboteur)
     for gate in verdict.details.get("gates", ()):
-        print(f"  {'pass' if gate['passed'] else 'FAIL'}  {gate['name']}: {gate['message']}")
-    print(verdict.line)
+        say(f"  {'pass' if gate['passed'] else 'FAIL'}  {gate['name']}: {gate['message']}")
+    say(verdict.line)
     return verdict.exit_code
 
 
 def _claim(out: Path, cfg: Config) -> None:
     """Make the folder, or check that it belongs to the same acceptance."""
-    path = out / launch.CONFIG_FILE
+    path = out / CONFIG_FILE
     if path.is_file():
         changed = [key for key in differences(load(path), cfg) if key not in _MAY_GROW]
         if changed:
@@ -70,7 +72,7 @@ def _claim(out: Path, cfg: Config) -> None:
         raise ConfigError(f"--out {out} holds other files and no acceptance; give another folder")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        path.write_text(to_yaml(cfg), encoding="utf-8")
+        write_config(path, cfg)
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from error
 

@@ -26,7 +26,7 @@ REQUIRED = {"numpy": "arrays", "apache-tvm-ffi": "calls the compiled libraries",
             "omegaconf": "configuration", "rich": "tables", "matplotlib": "pictures"}
 OPTIONAL = {"torch": "extra torch", "megatron-core": "extra megatron", "jax": "extra jax", "jax-tvm-ffi": "extra jax",
             "maxtext": "extra maxtext", "nvidia-cudnn-frontend": "extra cudnn, attention on Hopper", "wandb": "extra wandb",
-            "tiktoken": "extra llama3", "llama-models": "extra llama3", "datasets": "extra data",
+            "tiktoken": "extra llama3", "llama-models": "extra llama3", "pyarrow": "extra data",
             "triton": "portable GPU kernels", "transformer_engine": "not used; a peer in benchmarks"}
 
 
@@ -94,7 +94,10 @@ def _libraries(failures: list[str]) -> Table:
 
 def _tuning() -> str:
     """Where choices between kernels are kept, and how many each file holds."""
-    folder = tuning.cache_folder()
+    try:
+        folder = tuning.cache_folder()
+    except RuntimeError as error:  # a user without a home directory
+        return f"none: {error}"
     found = [f"{path.name}: {tuning.describe(path)}" for path in sorted(folder.glob("*.json"))]
     return f"{folder}" + (f" ({'; '.join(found)})" if found else " (none yet)")
 

@@ -13,10 +13,11 @@ import sys
 import time
 from pathlib import Path
 
-from te_plugin.config import Config, ConfigError, differences, load, to_yaml
+from te_plugin.config import Config, ConfigError, differences, load
 from te_plugin.convergence.verdict import VERDICT_FILE, Verdict
+from te_plugin.training.progress import say
+from te_plugin.training.run_dir import CONFIG_FILE, holder, in_use, write_config
 
-CONFIG_FILE = "config.resolved.yaml"
 # A resumed run keeps its weights and its place in the data; a path may have moved.
 _FIXED_ON_RESUME = ("recipe", "adapter.name", "model.", "moe.num_experts", "moe.ffn_hidden_size", "data.source",
                     "data.tokenizer", "data.seq_len",
@@ -26,7 +27,8 @@ _FIXED_ON_RESUME = ("recipe", "adapter.name", "model.", "moe.num_experts", "moe.
 def make_run_dir(cfg: Config, now: float | None = None) -> Path:
     """Make the directory of a run (or find it, on resume) and write config.resolved.yaml into it.
 
-    ConfigError when the directory exists and the run does not resume, or when a resumed run changes its model or its data.
+    ConfigError when the directory exists and the run does not resume, or when a resumed run is still written or changes its model
+    or its data.
     """
     if cfg.run.resume:
         run_dir = Path(cfg.run.dir)
@@ -37,7 +39,11 @@ def make_run_dir(cfg: Config, now: float | None = None) -> Path:
     else:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
         run_dir = _mkdir_unique(Path("runs"), f"{cfg.recipe}-{stamp}")
-    _write(run_dir / CONFIG_FILE, to_yaml(cfg))
+    path = run_dir / CONFIG_FILE
+    try:
+        write_config(path, cfg)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
     return run_dir
 
 
@@ -78,6 +84,8 @@ def _keep_previous_config(run_dir: Path, cfg: Config) -> None:
     if not path.is_file():
         raise ConfigError(f"run.resume=true: {path} does not exist, so there is no run to continue; correct run.dir, or leave "
                           f"run.resume out")
+    if by := holder(run_dir):
+        raise ConfigError(f"run.resume=true: {in_use(run_dir, by)}")
     changed = {key: pair for key, pair in differences(load(path), cfg).items() if key not in ("run.resume", "run.dir")}
     fixed = [key for key in changed if key.startswith(_FIXED_ON_RESUME) and not key.endswith("_path")]
     if fixed:
@@ -90,17 +98,7 @@ def _keep_previous_config(run_dir: Path, cfg: Config) -> None:
             number += 1
         path.rename(kept)
         for key, (old, new) in changed.items():
-            print(f"resume: {key} was {old}, is {new} (earlier configuration: {kept.name})")
-
-
-def _write(path: Path, text: str) -> None:
-    """Replace a file in one step: a reader sees the old text or the new one, never half."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+            say(f"resume: {key} was {old}, is {new} (earlier configuration: {kept.name})")
 
 
 def run_here(cfg: Config, run_dir: Path) -> int:
@@ -132,7 +130,7 @@ def run_processes(run_dir: Path, processes: int) -> int:
         return 1
     verdict = Verdict.load(run_dir)
     if verdict.exit_code:
-        print(verdict.line)  # again, as the last line: the elastic launcher reports such an end as a failure of its workers
+        say(verdict.line)  # again, as the last line: the elastic launcher reports such an end as a failure of its workers
     return verdict.exit_code
 
 

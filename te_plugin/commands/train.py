@@ -44,13 +44,14 @@ def run(args: Namespace) -> int:
 
     from te_plugin.commands import launch
     from te_plugin.commands.report import print_plan_table
+    from te_plugin.training.progress import say
 
     if args.prepare:
         print(launch.make_run_dir(cfg))
         return 0
     print_plan_table(cfg)
     run_dir = launch.make_run_dir(cfg)
-    print(f"run directory: {run_dir}", flush=True)
+    say(f"run directory: {run_dir}")
     if args.nproc is None:
         return launch.run_here(cfg, run_dir)
     return launch.run_processes(run_dir, args.nproc)

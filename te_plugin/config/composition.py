@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,8 @@ def compose(overrides: Sequence[str], *, for_run: bool = True, config_dir: str |
         raise ConfigError(f"{recipe}: a recipe begins with the line '# @package _global_', and this file has none; add it")
     composed, chosen = _hydra(tuple(choices.items()), config_dir)
     values = copy.deepcopy(composed)
-    for group, choice in (*chosen.items(), ("recipe", recipe.stem)):
+    lineage = [("recipe", name) for name in _lineage(files["recipe"], recipe.stem)]
+    for group, choice in (*chosen.items(), *lineage):
         _take_as_written(values, group, files[group][choice])
     for group, choice in choices.items():
         if group != "recipe":
@@ -57,6 +58,9 @@ def compose(overrides: Sequence[str], *, for_run: bool = True, config_dir: str |
         if not override.is_group:
             _set(values, override.key, parse_text(override.key, override.value, WHERE))
     cfg = build(values, f"recipe {choices['recipe']}")
+    if "/" in cfg.recipe or cfg.recipe.startswith("."):
+        raise ConfigError(f"{recipe}, recipe: {cfg.recipe}: the name is part of folder names; give one without / that begins "
+                          f"with no dot")
     validate(cfg, for_run=for_run)
     return cfg
 
@@ -79,9 +83,9 @@ def group_files(config_dir: str | Path | None = None) -> dict[str, dict[str, Pat
     folder = Path(config_dir)
     if not folder.is_dir():
         raise ConfigError(f"--config-dir {folder}: no such folder; give one that holds recipe/NAME.yaml or another group's files")
-    added = [path for path in sorted(folder.glob("*/*.yaml")) if path.parent.name in found]
+    added = [path for path in sorted(folder.glob("*/*.yaml")) if path.parent.name in found and path.is_file()]
     if not added:
-        raise ConfigError(f"--config-dir {folder}: it holds no file of a group; put them in folders named {', '.join(found)}")
+        raise ConfigError(f"--config-dir {folder}: it holds no file of a group, GROUP/NAME.yaml; groups are {', '.join(found)}")
     for path in added:
         if path.stem in found[path.parent.name]:
             raise ConfigError(f"{path}: {path.parent.name}={path.stem} is a file of the package already; give it another name")
@@ -160,9 +164,9 @@ def _hydra(choices: tuple[tuple[str, str], ...], config_dir: str | Path | None) 
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    overrides = [f"{group}={choice}" for group, choice in choices]
+    overrides = [f"{group}={_quoted(choice)}" for group, choice in choices]
     if config_dir is not None:
-        overrides.append(f"hydra.searchpath=['file://{Path(config_dir).resolve()}']")
+        overrides.append(f"hydra.searchpath=[{_quoted(f'file://{Path(config_dir).resolve()}')}]")
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(paths.configs_dir()), version_base="1.3"):
@@ -172,6 +176,21 @@ def _hydra(choices: tuple[tuple[str, str], ...], config_dir: str | Path | None) 
     values = OmegaConf.to_container(composed, resolve=False)
     chosen = values.pop("hydra")["runtime"]["choices"]
     return values, {group: choice for group, choice in chosen.items() if isinstance(values.get(group), dict) and choice}
+
+
+def _quoted(text: str) -> str:
+    """A text that Hydra's grammar takes as it is, whatever characters it has."""
+    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", re.sub(r"(\\+)$", r"\1\1", text)) + "'"
+
+
+def _lineage(recipes: Mapping[str, Path], name: str) -> Iterator[str]:
+    """The recipes that a recipe builds on through its defaults list, then itself."""
+    defaults = _group_values("recipe", recipes[name]).get("defaults") or ()
+    for entry in defaults:
+        base = entry.removeprefix("/recipe/") if isinstance(entry, str) else None
+        if base in recipes:
+            yield from _lineage(recipes, base)
+    yield name
 
 
 def _take_as_written(values: dict[str, Any], group: str, path: Path) -> None:
@@ -196,12 +215,24 @@ def _take_as_written(values: dict[str, Any], group: str, path: Path) -> None:
 
 def _group_values(group: str, path: Path) -> dict[str, Any]:
     """What a group file sets, as nested dictionaries from the root."""
-    values = read_yaml(path.read_text(encoding="utf-8"), str(path))
+    values = read_yaml(_text(path), str(path))
+    if "hydra" in values:
+        raise unknown_key("hydra", str(path))  # Hydra would take it for settings of its own, and nothing here reads those
     return values if _is_global(path) else {group: values}
 
 
 def _is_global(path: Path) -> bool:
-    return re.search(r"^# @package _global_$", path.read_text(encoding="utf-8"), re.MULTILINE) is not None
+    return re.search(r"^# @package _global_$", _text(path), re.MULTILINE) is not None
+
+
+def _text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as a configuration: {error}") from error
+    if text.startswith("\ufeff"):
+        raise ConfigError(f"{path} begins with a byte order mark; save it as UTF-8 without one")
+    return text
 
 
 def _merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:

@@ -87,7 +87,8 @@ def _nearest(word: str, words, cutoff: float = 0.3) -> str | None:
 
 # ---- one value ----
 
-_INT = re.compile(r"[-+]?\d+(_\d+)*")
+# Longer numbers fit no field, and Python refuses to read those of thousands of digits.
+_INT = re.compile(r"[-+]?\d(_?\d){0,39}")
 _FLOAT = re.compile(r"[-+]?((\d+(_\d+)*)?\.\d+|\d+(_\d+)*\.?)([eE][-+]?\d+)?|[-+]?\.?(inf|nan)", re.IGNORECASE)
 
 
@@ -139,6 +140,7 @@ def _refuse_interpolation(key: str, text: str, where: str) -> None:
 def _wrong_type(key: str, value: Any, where: str) -> ConfigError:
     kind = schema_fields()[key]
     shown = repr(value) if not isinstance(value, str) else value or "(empty)"
+    shown = shown if len(shown) <= 100 else f"{shown[:40]}... ({len(shown)} characters)"
     why = ""
     if kind.kind is bool:
         why = "; on/off fields accept only true and false, so that no word can be taken for the other"
@@ -203,7 +205,7 @@ class _Dumper(yaml.SafeDumper):
 
 _RESOLVERS = [("tag:yaml.org,2002:bool", re.compile(r"^(true|false|True|False)$"), "tfTF"),
               ("tag:yaml.org,2002:null", re.compile(r"^(null|~|)$"), ["n", "~", ""]),
-              ("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$"), "-+0123456789"),
+              ("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]{1,40}$"), "-+0123456789"),
               ("tag:yaml.org,2002:float", re.compile(
                   r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
                "-+0123456789.")]

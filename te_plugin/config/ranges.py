@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from te_plugin import numerics
 from te_plugin.config.identity import flatten
+from te_plugin.config.loading import schema_fields
 from te_plugin.config.schema import Config
 from te_plugin.ops.gemm.problem import ACCUMULATIONS
 from te_plugin.plan import ARCHITECTURES, FALLBACK_MODES
@@ -47,12 +48,22 @@ _ABOVE_0 = ("model.norm_eps", "model.rope_theta", "model.init_std", "model.rope_
             "model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor", "optim.lr", "optim.eps",
             "optim.clip_grad", "accept.delta")
 
+_64_BITS = ("data.seed", "run.seed", "schedule.tokens", "schedule.warmup_tokens")  # other whole numbers go to kernels as 32 bits
+
+
+def _highest(key: str) -> int | None:
+    """The largest whole number that a field's users can hold; None for fields that are no whole numbers."""
+    if schema_fields()[key].kind is not int:
+        return None
+    return 2**63 - 1 if key in _64_BITS else 2**31 - 1
+
+
 # key -> (lowest, highest, whether the lowest is allowed, whether the highest is)
 LIMITS: dict[str, tuple[float, float | None, bool, bool]] = {
-    **{key: (1, None, True, True) for key in _AT_LEAST_1},
-    **{key: (0, None, True, True) for key in _AT_LEAST_0},
+    **{key: (1, _highest(key), True, True) for key in _AT_LEAST_1},
+    **{key: (0, _highest(key), True, True) for key in _AT_LEAST_0},
     **{key: (0, None, False, True) for key in _ABOVE_0},
-    "data.seq_len": (2, None, True, True),
+    "data.seq_len": (2, _highest("data.seq_len"), True, True),
     "data.val_fraction": (0, 1, True, False),
     "optim.beta1": (0, 1, True, False),
     "optim.beta2": (0, 1, True, False),

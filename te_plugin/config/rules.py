@@ -6,6 +6,7 @@ run is not decided here: the plan is asked for every kernel of the run, and its 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -285,6 +286,9 @@ def _maxtext(cfg: Config) -> Iterator[str]:
 
 
 def _world(cfg: Config, world_size: int) -> Iterator[str]:
+    if world_size < 1:
+        yield f"{world_size} processes: a run needs at least one"
+        return
     if cfg.adapter.name == "maxtext":
         if world_size != 1:
             yield (f"adapter=maxtext with {world_size} processes: JAX drives every device of a machine from one process; leave "
@@ -316,9 +320,10 @@ def _schedule(cfg: Config) -> Iterator[str]:
     if schedule.tokens < step_tokens:
         yield (f"schedule.tokens={schedule.tokens} is less than one step, {schedule.global_rows} rows * {seq_len} tokens = "
                f"{step_tokens}; raise it or lower schedule.global_rows")
-    if schedule.warmup_tokens >= schedule.tokens:
-        yield (f"schedule.warmup_tokens={schedule.warmup_tokens} is not below schedule.tokens={schedule.tokens}: the learning "
-               f"rate would never leave the warm-up; lower it")
+    trained = schedule.tokens // step_tokens * step_tokens  # a run is a whole number of steps
+    if schedule.warmup_tokens >= max(trained, step_tokens):
+        yield (f"schedule.warmup_tokens={schedule.warmup_tokens} is not below the {trained} tokens of the run's whole steps "
+               f"(schedule.tokens={schedule.tokens}): the learning rate would never leave the warm-up; lower it")
 
 
 @rule
@@ -369,14 +374,14 @@ def _files(cfg: Config) -> Iterator[str]:
         if data.path is None:
             yield f"data={data.name} reads the user's own text; set data.path=PATH"
         elif data.source == "megatron":
-            missing = [str(p) for p in (Path(f"{data.path}.bin"), Path(f"{data.path}.idx")) if not p.is_file()]
+            missing = [name for name in (f"{data.path}.bin", f"{data.path}.idx") if not os.path.isfile(name)]
             if missing:
                 yield f"data.path={data.path}: {' and '.join(missing)} not found; give the common prefix of a .bin and .idx pair"
-        elif not Path(data.path).exists():
+        elif not os.path.exists(data.path):
             yield f"data.path={data.path}: no such file or folder (looked in {Path.cwd()}); correct the path"
-    if data.tokenizer_path is not None and not Path(data.tokenizer_path).exists():
+    if data.tokenizer_path is not None and not os.path.exists(data.tokenizer_path):
         yield f"data.tokenizer_path={data.tokenizer_path}: no such file or folder; correct the path"
-    if cfg.run.init_from is not None and not Path(cfg.run.init_from).exists():
+    if cfg.run.init_from is not None and not os.path.exists(cfg.run.init_from):
         yield f"run.init_from={cfg.run.init_from}: no such checkpoint; correct the path"
 
 

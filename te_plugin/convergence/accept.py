@@ -59,9 +59,9 @@ class Arm:
 
     @classmethod
     def read(cls, run_dir: Path) -> Arm:
-        from te_plugin.training.metrics import read_metrics
+        from te_plugin.training.metrics import CURVE, read_metrics
 
-        return cls(read_metrics(run_dir), read_json(run_dir / "env.json"))
+        return cls(read_metrics(run_dir, CURVE), read_json(run_dir / "env.json"))
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,8 @@ def accept(cfg: Config, out_dir: Path | str, run_arm: RunArm | None = None, sabo
     out_dir = Path(out_dir)
     require_comparable(cfg)
     run_arm = run_arm or _run_here
+    from te_plugin.training.progress import say
+
     for index in range(cfg.accept.seeds):
         for name, arm in arms_of(cfg, index, saboteur).items():
             _require_same_arm(out_dir / f"seed{index}" / name, arm)
@@ -125,17 +127,17 @@ def accept(cfg: Config, out_dir: Path | str, run_arm: RunArm | None = None, sabo
         found = {}
         for name, arm in arms_of(cfg, index, saboteur).items():
             run_dir = out_dir / f"seed{index}" / name
-            if not _finished(run_dir):
-                print(f"acceptance: seed {index}, {name}", flush=True)
+            verdict = Verdict.load(run_dir) if (run_dir / VERDICT_FILE).exists() else None
+            if verdict is None or _broken_off(verdict):
+                say(f"acceptance: seed {index}, {name}")
                 started = (run_dir / "config.resolved.yaml").exists()  # an arm continues where an earlier attempt stopped
                 verdict = run_arm(replace(arm, run=replace(arm.run, resume=started, dir=str(run_dir))), run_dir)
-                if verdict.status == "INCONCLUSIVE":
-                    return _save(Verdict("INCONCLUSIVE", f"seed {index}, {name}: {verdict.reason}"), out_dir)
-                if verdict.status == "FAIL" and name in ("bf16", "twin"):
-                    return _save(
-                        Verdict("FAIL", f"void: the reference arm {name} of seed {index} failed: {verdict.reason}"),
-                        out_dir,
-                    )
+            if _broken_off(verdict):
+                reason = f"seed {index}, {name}: {verdict.reason}; start the same acceptance again to continue"
+                return _save(Verdict("INCONCLUSIVE", reason), out_dir)
+            if verdict.status == "FAIL" and name in ("bf16", "twin"):
+                reason = f"void: the reference arm {name} of seed {index} failed: {verdict.reason}"
+                return _save(Verdict("FAIL", reason), out_dir)
             found[name] = Arm.read(run_dir)
         seeds.append(found)
     verdict = judge(cfg, seeds, saboteur)
@@ -267,8 +269,8 @@ def _contract_problem(cfg: Config, seeds: Sequence[Mapping[str, Arm]], saboteur:
             touched = [key for key in differences(configs["bf16"], configs[name]) if not key.startswith(TOGGLED)]
             if touched:
                 return f"{name} differs from bf16 in {', '.join(touched)}"
-            for key, what in (("order_hash", "data order"), ("init_hash", "initial weights")):
-                if arm.environment[key] != arms["bf16"].environment[key]:
+            for key, what in (("order_hash", "data order"), ("token_hash", "text"), ("init_hash", "set of initial weights")):
+                if arm.environment.get(key) != arms["bf16"].environment.get(key):
                     return f"seed {index}: {name} has another {what} than bf16"
             if problem := _rows_problem(name, arm, arms["bf16"]):
                 return f"seed {index}: {problem}"
@@ -312,8 +314,10 @@ def _require_same_arm(run_dir: Path, arm: Config) -> None:
         raise ConfigError(f"{run_dir} holds an arm with another {changed[0]}; give another folder, or the same settings")
 
 
-def _finished(run_dir: Path) -> bool:
-    return (run_dir / VERDICT_FILE).exists() and Verdict.load(run_dir).status != "INCONCLUSIVE"
+def _broken_off(verdict: Verdict) -> bool:
+    """Whether a signal, a full disk or a crash ended an arm, and not its training: then it goes on before it is judged."""
+    by_training = "gates" in verdict.details or verdict.details.get("error") == "TrainingError"
+    return verdict.status == "INCONCLUSIVE" or (verdict.status == "FAIL" and not by_training)
 
 
 def _run_here(cfg: Config, run_dir: Path) -> Verdict:

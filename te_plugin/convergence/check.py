@@ -1,8 +1,9 @@
 """The check at the end of a run: is it healthy, and does its curve equal the recipe's golden curve within the measured noise?
 
 Gates, each with its numbers in verdict.json:
-  health    every loss and gradient norm is finite
+  health    every loss, held-out loss and gradient norm is finite
   learned   a finished run on real text ends below the entropy of its token frequencies (the loss without context)
+  rows      metrics.jsonl has a row of every step
   contract  recipe hash, data order and initial weights are those of the golden curve
   curve     the smoothed paired loss gap stays inside the band at every step, above and below: a leak across documents lowers
             the loss, so a curve that is too good is as wrong as one that is too bad
@@ -34,6 +35,7 @@ class RunFacts:
     vocab_size: int
     planned_steps: int
     context_free_entropy: float | None
+    token_hash: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,12 @@ class Gate:
     numbers: Mapping[str, Any]
 
 
-def judge(cfg: Config, run_dir: Path, facts: RunFacts, golden: Golden | None) -> Verdict:
-    """The verdict of a finished run directory (metrics.jsonl is read, nothing else)."""
-    from te_plugin.training.metrics import read_metrics
+def judge(cfg: Config, run_dir: Path, facts: RunFacts, golden: Golden | None, last_step: int) -> Verdict:
+    """The verdict of a run directory whose run ended after last_step (metrics.jsonl is read, nothing else)."""
+    from te_plugin.training.metrics import CURVE, METRICS_FILE, read_metrics
 
-    rows = read_metrics(run_dir)
-    gates = [health_gate(rows), learned_gate(rows, facts)]
+    rows = read_metrics(run_dir, CURVE) if (run_dir / METRICS_FILE).exists() else []
+    gates = [health_gate(rows), rows_gate(rows, last_step), learned_gate(rows, facts)]
     note = ""
     if cfg.check.mode == "golden":
         gates += curve_gates(rows, facts, golden, cfg.recipe, cfg.precision.name, cfg.adapter.name)
@@ -61,13 +63,25 @@ def judge(cfg: Config, run_dir: Path, facts: RunFacts, golden: Golden | None) ->
 
 
 def health_gate(rows: Sequence[Mapping[str, Any]]) -> Gate:
-    bad = [r["step"] for r in rows if not (math.isfinite(r["train/loss"]) and math.isfinite(r["train/grad_norm"]))]
+    # The loss of a step comes before its update: what the last update broke shows in the held-out loss alone.
+    bad = [r["step"] for r in rows if not math.isfinite(r["train/loss"] + r["train/grad_norm"] + r.get("val/loss", 0.0))]
     if not rows:
         return Gate("health", False, "the run has no rows", {})
     message = (
         f"loss or gradient norm is not finite at step {bad[0]}" if bad else "every loss and gradient norm is finite"
     )
     return Gate("health", not bad, message, {"steps": len(rows), "non_finite_steps": len(bad)})
+
+
+def rows_gate(rows: Sequence[Mapping[str, Any]], last_step: int) -> Gate:
+    """Not judged where rows are missing: they were lost with the file that a resumed run continued, or were edited out."""
+    if [row["step"] for row in rows] == list(range(1, last_step + 1)):
+        return Gate("rows", True, "metrics.jsonl has a row of every step", {"rows": len(rows)})
+    message = (
+        f"metrics.jsonl has {len(rows)} rows of {last_step} steps: a curve with holes is not judged; restore the file and resume "
+        f"the run, or start a new one"
+    )
+    return Gate("rows", None, message, {"rows": len(rows), "last_step": last_step})
 
 
 def learned_gate(rows: Sequence[Mapping[str, Any]], facts: RunFacts) -> Gate:
@@ -130,11 +144,11 @@ def curve_gates(
         "recipe, data order and initial weights are the golden curve's",
         {"recipe_hash": facts.recipe_hash},
     )
-    if [row["step"] for row in rows] != list(range(1, len(rows) + 1)):
-        message = "rows of some steps are missing from metrics.jsonl: a curve with holes is not judged; start a new run"
-        return [contract, Gate("curve", None, message, {"rows": len(rows), "last_step": rows[-1]["step"]})]
     arm = golden.arm_for(precision, adapter)
     steps, loss, norm = gaps(rows, arm.rows)
+    if len(steps) < len(rows):
+        message = f"the golden curve has {len(arm.rows)} steps and the run {len(rows)}: the file is cut; restore it"
+        return [contract, Gate("curve", None, message, {"steps": len(arm.rows)})]
     if len(steps) < MIN_STEPS:
         return [
             contract,
@@ -203,7 +217,7 @@ def _combine(
     failed = [g for g in gates if g.passed is False]
     if failed:
         return Verdict("FAIL", "; ".join(f"{g.name}: {g.message}" for g in failed), details)
-    open_gates = [g for g in gates if g.passed is None and g.name in ("contract", "curve", "gradient")]
+    open_gates = [g for g in gates if g.passed is None and g.name in ("rows", "contract", "curve", "gradient")]
     if open_gates:
         return Verdict("INCONCLUSIVE", "; ".join(g.message for g in open_gates), details)
     return Verdict("PASS", note or next(g.message for g in gates if g.name in ("curve", "health")), details)

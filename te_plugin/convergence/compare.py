@@ -63,7 +63,7 @@ def compare_runs(a: Path | str, b: Path | str, out: Path | str | None = None) ->
         for name in ("config.resolved.yaml", METRICS_FILE):
             if not (folder / name).is_file():
                 raise FileNotFoundError(f"{folder} is not a run directory: it has no {name}")
-    rows = [read_metrics(folder) for folder in (a, b)]
+    rows = [read_metrics(folder, ("train/loss",)) for folder in (a, b)]
     by_step = {row["step"]: row["train/loss"] for row in rows[0]}
     common = [(row["step"], row["train/loss"] - by_step[row["step"]]) for row in rows[1] if row["step"] in by_step]
     if not common:
@@ -74,7 +74,7 @@ def compare_runs(a: Path | str, b: Path | str, out: Path | str | None = None) ->
     environments = [_environment(folder) for folder in (a, b)]
     notes = [
         f"{what} differs: the curves are not paired"
-        for key, what in (("order_hash", "data order"), ("init_hash", "initial weights"))
+        for key, what in (("order_hash", "data order"), ("token_hash", "the text"), ("init_hash", "initial weights"))
         if environments[0].get(key) != environments[1].get(key)
     ]
     config = differences(load(a / "config.resolved.yaml"), load(b / "config.resolved.yaml"))

@@ -30,6 +30,7 @@ WINDOW = 10  # steps over which gaps are averaged
 SAFETY = 2.0
 LOSS_FLOOR = 0.002  # nats
 NORM_FLOOR = 0.02
+_BANDS, _WIDE_BANDS = ("band", "norm_band"), ("wide_band", "wide_norm_band")
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -84,16 +85,17 @@ class Golden:
             if header.get("golden") != 1:
                 raise KeyError("golden")
             missing = {"recipe", "recipe_hash", "reason", "band", "arm"} - set(header)
+            if missing:
+                raise KeyError(", ".join(sorted(missing)))
             arms: dict[str, list] = {}
             for row in rows:
-                missing |= {"arm", "step", "tokens", "loss", "grad_norm", "band", "norm_band"} - set(row)
-                arms.setdefault(row.get("arm", ""), []).append(row)
+                arms.setdefault(row["arm"], []).append(_checked(row, wide=row["arm"] == header["arm"]))
+            if header["arm"] not in arms:
+                raise KeyError(f"rows of arm {header['arm']}")
             for name, found in arms.items():
-                if len({row.get("step") for row in found}) != len(found):
-                    raise ValueError(f"arm {name} has a step more than once")
-            if missing or header["arm"] not in arms:
-                raise KeyError(", ".join(sorted(missing)) or f"rows of arm {header['arm']}")
-        except (json.JSONDecodeError, KeyError, ValueError, AttributeError) as error:
+                if [row["step"] for row in found] != list(range(1, len(found) + 1)):
+                    raise ValueError(f"the steps of arm {name} are not 1, 2, 3, ...: one is missing or stands more than once")
+        except (KeyError, ValueError, AttributeError, TypeError) as error:
             raise GoldenError(f"{path} is no golden curve ({error}); record it again with check.mode=record") from error
         return cls(header, {name: Arm(name, found) for name, found in arms.items()})
 
@@ -105,6 +107,15 @@ class Golden:
             for record in (self.header, *(row for arm in self.arms.values() for row in arm.rows)):
                 file.write(json.dumps(record) + "\n")
         os.replace(temporary, path)
+
+
+def _checked(row: Mapping[str, Any], wide: bool) -> Mapping[str, Any]:
+    """A row whose numbers are finite and whose bands are above 0; wide: it belongs to the arm that others may be held to."""
+    for key in ("loss", "grad_norm", *_BANDS, *(_WIDE_BANDS if wide else ())):
+        value = row[key]
+        if type(value) not in (int, float) or not math.isfinite(value) or (key.endswith("band") and value <= 0):
+            raise ValueError(f"{key}={value!r} at step {row['step']} of arm {row['arm']}")
+    return row
 
 
 def golden_path(recipe: str) -> Path:
@@ -137,9 +148,9 @@ def build(header: Mapping[str, Any], runs: Mapping[str, Rows], twins: Mapping[st
     for name, rows in curves.items():
         if not twins.get(name):
             raise GoldenError(f"arm {name}: a noise band is measured, not guessed; give at least one twin run")
-        measured[name] = _set_bands(rows, twins[name], ("band", "norm_band"))
+        measured[name] = _set_bands(rows, twins[name], _BANDS)
     others = {name: runs[name] for name in runs if name != own} or twins[own]
-    measured["between arms"] = _set_bands(curves[own], others, ("wide_band", "wide_norm_band"))
+    measured["between arms"] = _set_bands(curves[own], others, _WIDE_BANDS)
     for row in curves[own]:
         row["wide_band"] = max(row["wide_band"], row["band"])
         row["wide_norm_band"] = max(row["wide_norm_band"], row["norm_band"])

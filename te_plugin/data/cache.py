@@ -28,10 +28,15 @@ FORMAT = 1
 PAYS_FROM = 32 << 20  # bytes of text; less is tokenised again faster than a user would want files of
 _GROUP = 64  # documents a tokenizer call
 _CHECKPOINT = 4 << 20  # tokens between two journal entries
+_NOTHING = {"documents": 0, "tokens": 0}
 
 
-def default_folder() -> Path:
-    return Path.home() / ".cache" / "te_plugin" / "tokens"
+def default_folder() -> Path | None:
+    """None for a user without a home directory: a container's user number that no password file knows, with HOME unset."""
+    try:
+        return Path.home() / ".cache" / "te_plugin" / "tokens"
+    except RuntimeError:
+        return None
 
 
 def tokenise(source: TextSource, tokenizer: Tokenizer, progress: Callable[[int, int], None]) -> TokenStore:
@@ -44,8 +49,10 @@ def tokenise(source: TextSource, tokenizer: Tokenizer, progress: Callable[[int, 
     return store_of(documents)
 
 
-def cannot_write(folder: Path) -> str | None:
+def cannot_write(folder: Path | None) -> str | None:
     """Why nothing can be cached under `folder` (a home directory that is read-only, say); None when it can."""
+    if folder is None:
+        return "this user has no home directory"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -81,11 +88,12 @@ def _entry_name(source: TextSource, tokenizer: Tokenizer) -> str:
 def _complete(source: TextSource, tokenizer: Tokenizer, entry: Path, progress: Callable[[int, int], None]) -> None:
     dtype = token_dtype(tokenizer.vocab_size)
     journal, tokens_file, lengths_file = entry / "journal.json", entry / "tokens.bin.partial", entry / "lengths.partial"
-    done = {"documents": 0, "tokens": 0}
-    if journal.is_file() and tokens_file.is_file() and lengths_file.is_file():
-        done = json.loads(journal.read_text(encoding="utf-8"))
-        progress(done["documents"], done["tokens"])
-    for file, size in ((tokens_file, done["tokens"] * dtype.itemsize), (lengths_file, done["documents"] * 4)):
+    done = _recorded(journal)
+    kept = ((tokens_file, done["tokens"] * dtype.itemsize), (lengths_file, done["documents"] * 4))
+    if any(not file.is_file() or file.stat().st_size < size for file, size in kept):
+        done, kept = dict(_NOTHING), ((tokens_file, 0), (lengths_file, 0))
+    progress(done["documents"], done["tokens"])
+    for file, size in kept:
         with file.open("ab") as stream:
             stream.truncate(size)  # what was written after the last journal entry is done again
     with tokens_file.open("ab") as tokens, lengths_file.open("ab") as lengths:
@@ -106,6 +114,15 @@ def _complete(source: TextSource, tokenizer: Tokenizer, entry: Path, progress: C
     write_index(entry / "tokens", np.fromfile(lengths_file, "<i4"), dtype)
     lengths_file.unlink()
     journal.unlink()
+
+
+def _recorded(journal: Path) -> dict:
+    """What is done. A crash of the machine can leave the journal empty or cut: then nothing is, and the work starts again."""
+    try:
+        done = json.loads(journal.read_text(encoding="utf-8"))
+        return {key: int(done[key]) for key in _NOTHING}
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return dict(_NOTHING)
 
 
 def _record(journal: Path, done: dict, *streams) -> None:

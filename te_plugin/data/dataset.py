@@ -25,6 +25,7 @@ from te_plugin.data.tokenizers import StoredIds, Tokenizer, load_tokenizer
 
 _SPLIT_KEY = 7  # the validation split never depends on data.seed: losses of different seeds stay comparable
 _CHECKED_AT_START = 1 << 30  # tokens; larger stores have their ids checked batch by batch only
+_HASHED_AT_MOST, _HASHED_BLOCK = 1 << 28, 1 << 20  # tokens
 
 
 class Split:
@@ -108,6 +109,15 @@ class Data:
             place = (self._train.documents[pieces.document[chosen]], pieces.offset[chosen], pieces.length[chosen])
             digest.update(np.stack(place).astype("<i8").tobytes() + b"|")
         return digest.hexdigest()[:16]
+
+    def token_hash(self) -> str:
+        """Hash of the token ids: order_hash says from where rows take them, this what they are. Of stores with more than 2**28
+        tokens evenly spaced blocks are read."""
+        tokens, digest = self.store.tokens, hashlib.blake2b(str(self.store.tokens.size).encode(), digest_size=8)
+        step = max(_HASHED_BLOCK, tokens.size // (_HASHED_AT_MOST // _HASHED_BLOCK))
+        for start in range(0, tokens.size, step):
+            digest.update(tokens[start : start + _HASHED_BLOCK].astype("<i8").tobytes())
+        return digest.hexdigest()
 
     def report(self) -> dict:
         """What the data is and how well it packs: plain values, for run.json, the console and the README."""
@@ -251,7 +261,7 @@ def build_data(cfg, cache_folder: Path | None = None) -> Data:
     )
 
 
-def _open(data, tokenizer: Tokenizer, cache_folder: Path) -> tuple[TokenStore, dict]:
+def _open(data, tokenizer: Tokenizer, cache_folder: Path | None) -> tuple[TokenStore, dict]:
     origin = {"source": data.source, "path": data.path, "synthetic": data.source == "synthetic"}
     if data.source == "synthetic":
         if data.path is not None:

@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import json
 import lzma
+import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ SUFFIXES = {
     "jsonl": (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz"),
     "parquet": (".parquet",),
 }
+_PACKED = (".gz", ".zst", ".xz", ".bz2")
+_ROWS_A_BATCH = 1024  # of parquet
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,10 @@ class TextSource:
 
 
 def open_source(kind: str, path: str | None = None, text_field: str = "text") -> TextSource:
-    """Find the files of a source. path: a file or a folder (searched with its subfolders); none for the corpus.
+    """Find the files of a source. path: a file or a folder (searched with its subfolders, links followed); none for the corpus.
 
-    Raises DataError for an unknown kind, a missing path, a folder without files of the kind.
+    Raises DataError for an unknown kind, a missing path, a folder without files of the kind, or one with files of the kind that
+    would be left out.
     """
     if kind == "corpus":
         if path is not None:
@@ -89,10 +93,8 @@ def open_source(kind: str, path: str | None = None, text_field: str = "text") ->
     if root.is_file():
         return TextSource(kind, (root,), text_field)
     if not root.is_dir():
-        raise DataError(f"data.path={path} does not exist")
-    files = sorted(
-        f for f in root.rglob("*") if f.name.lower().endswith(SUFFIXES[kind]) and _visible(f, root) and f.is_file()
-    )
+        raise DataError(f"data.path={path} {'is neither a file nor a folder' if root.exists() else 'does not exist'}")
+    files = _files_under(root, SUFFIXES[kind])
     if not files:
         raise DataError(f"data.path={path} holds no file that ends in {', '.join(SUFFIXES[kind])} (data.source={kind})")
     return TextSource(kind, tuple(files), text_field)
@@ -113,8 +115,32 @@ def byte_entropy(texts=None) -> float:
     return float(-(frequency * np.log(frequency)).sum())
 
 
-def _visible(file: Path, root: Path) -> bool:
-    return not any(part.startswith(".") for part in file.relative_to(root).parts)
+def _files_under(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """The visible files with one of the suffixes, sorted; a folder that links reach more than once is read once.
+
+    Nothing of the kind is left out without a word: DataError for a folder that cannot be listed, a link that leads nowhere,
+    and a packed file that cannot be read while it is packed (unless its unpacked form lies beside it).
+    """
+    found, seen = [], set()
+
+    def refuse(error: OSError):
+        raise DataError(f"{error.filename} cannot be listed: {error.strerror}") from error
+
+    for folder, subfolders, names in os.walk(root, onerror=refuse, followlinks=True):
+        here = os.path.realpath(folder)
+        subfolders[:] = [] if here in seen else sorted(name for name in subfolders if not name.startswith("."))
+        for name in () if here in seen else names:
+            file, lower = Path(folder, name), name.lower()
+            if name.startswith("."):
+                continue
+            if lower.endswith(suffixes):
+                if not file.is_file():
+                    raise DataError(f"{file} is no file that can be read (a link that leads nowhere?): remove or repair it")
+                found.append(file)
+            elif lower.endswith(_PACKED) and Path(lower).stem.endswith(suffixes) and Path(name).stem not in names:
+                raise DataError(f"{file} is packed in a form that is not read here, and would be left out: unpack or remove it")
+        seen.add(here)
+    return sorted(found)
 
 
 @lru_cache(maxsize=1)
@@ -133,6 +159,10 @@ def _readable(file: Path):
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
+def _opener(file: Path):
+    return gzip.open if file.name.lower().endswith(".gz") else open
+
+
 def _read_text(file: Path) -> str:
     with _readable(file):
         raw = file.read_bytes()
@@ -147,9 +177,8 @@ def _check_utf8(file: Path) -> None:
     """Raise DataError with the offset of the first byte of `file` (unpacked, if .gz) that is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     done = 0
-    opener = gzip.open if file.name.endswith(".gz") else open
     try:
-        with _readable(file), opener(file, "rb") as stream:
+        with _readable(file), _opener(file)(file, "rb") as stream:
             while True:
                 block = stream.read(1 << 20)
                 waiting = len(decoder.getstate()[0])  # bytes of a character that the last block cut
@@ -171,10 +200,12 @@ def _check_utf8(file: Path) -> None:
 def _read_json(file: Path, text_field: str) -> Iterator[tuple[str, str]]:
     """Records of one JSON file. No type is inferred: what other fields hold, and what a text looks like, does not matter."""
     _check_utf8(file)
-    _refuse_empty(file)
+    number = 0
     for number, record in enumerate(_records(file), 1):
         name = f"{file}, record {number}"
-        text = _text_of(record, text_field, name)
+        if text_field not in record:
+            raise _no_field(text_field, record, name)
+        text = _checked(record[text_field], text_field, name)
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -182,20 +213,21 @@ def _read_json(file: Path, text_field: str) -> Iterator[tuple[str, str]]:
                 f"{name}: field {text_field!r} holds half a character (surrogate {text[error.start]!a}): repair it"
             ) from None
         yield name, text
+    if number == 0:
+        raise _empty(file)
 
 
 def _records(file: Path) -> Iterator[dict]:
     """A record a line; where the first line is none by itself, the whole file is one record or a list of them."""
-    opener = gzip.open if file.name.endswith(".gz") else open
     first = True
-    with opener(file, "rt", encoding="utf-8-sig") as stream:
+    with _opener(file)(file, "rt", encoding="utf-8-sig") as stream:
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
             problem = "is no JSON object"
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 record, problem = None, f"is no JSON: {error}"
             if isinstance(record, dict):
                 yield record
@@ -211,53 +243,48 @@ def _whole(text: str) -> list[dict]:
     """The records of a text that is one JSON value; none where it is not."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     records = value if isinstance(value, list) else [value]
     return records if all(isinstance(record, dict) for record in records) else []
 
 
 def _read_parquet(file: Path, text_field: str) -> Iterator[tuple[str, str]]:
-    """Rows of one parquet file, streamed: nothing is copied into a cache."""
-    _refuse_empty(file)
+    """Rows of one parquet file, a batch at a time. The other columns are not read, so what they hold does not matter."""
     try:
-        import datasets
         import pyarrow
+        from pyarrow import parquet
     except ImportError:
-        raise missing_package("datasets", "data.source=parquet", "data") from None
+        raise missing_package("pyarrow", "data.source=parquet", "data") from None
     row = 0
     try:
-        for row, record in enumerate(
-            datasets.load_dataset("parquet", data_files=[str(file)], split="train", streaming=True), 1
-        ):
-            name = f"{file}, row {row}"
-            yield name, _text_of(record, text_field, name)
-    except DataError:
-        raise
-    except (
-        ValueError,
-        OSError,
-        StopIteration,
-        RuntimeError,
-        pyarrow.ArrowException,
-        datasets.exceptions.DatasetsError,
-    ) as error:
-        raise DataError(f"{file} cannot be read as parquet after row {row}: {str(error) or 'no rows'}") from None
+        with parquet.ParquetFile(str(file)) as table:
+            fields = table.schema_arrow.names
+            if text_field not in fields:
+                raise _no_field(text_field, fields, str(file))
+            if fields.count(text_field) > 1:
+                raise DataError(f"{file} has {fields.count(text_field)} columns named {text_field!r}: rename all but one")
+            for batch in table.iter_batches(_ROWS_A_BATCH, columns=[text_field]):
+                for text in batch.column(text_field).to_pylist():
+                    row += 1
+                    name = f"{file}, row {row}"
+                    yield name, _checked(text, text_field, name)
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
+        raise DataError(f"{file} cannot be read as parquet after row {row}: {error}") from None
+    if row == 0:
+        raise _empty(file)
 
 
-def _refuse_empty(file: Path) -> None:
-    if file.stat().st_size == 0:
-        raise DataError(f"{file} is empty: remove it, or give it documents")
+def _empty(file: Path) -> DataError:
+    return DataError(f"{file} is empty: remove it, or give it documents")
 
 
-def _text_of(record: dict, text_field: str, name: str) -> str:
-    if text_field not in record:
-        raise DataError(f"{name} has no field {text_field!r} (it has: {', '.join(map(str, record))}): set data.text_field")
-    text = record[text_field]
+def _no_field(text_field: str, fields, name: str) -> DataError:
+    return DataError(f"{name} has no field {text_field!r} (it has: {', '.join(map(str, fields))}): set data.text_field")
+
+
+def _checked(text, text_field: str, name: str) -> str:
     if not isinstance(text, str):
-        raise DataError(f"{name}: field {text_field!r} is {_kind_of(text)}, expected a string")
+        kind = "empty (null)" if text is None else f"of type {type(text).__name__}"
+        raise DataError(f"{name}: field {text_field!r} is {kind}, expected a string")
     return text
-
-
-def _kind_of(value) -> str:
-    return "empty (null)" if value is None else f"of type {type(value).__name__}"

@@ -81,11 +81,11 @@ def read_indexed(path: str | Path) -> TokenStore:
         raise DataError(f"{index_file}: the document list must rise from 0 to the number of sequences {sequences}")
     if (sizes < 0).any() or (pointers < 0).any() or (pointers % dtype.itemsize).any():
         raise DataError(f"{index_file} holds negative or misaligned entries: the file is damaged")
-    end = int((pointers + sizes * dtype.itemsize).max()) if sequences else 0
-    if end > token_file.stat().st_size:
-        raise DataError(
-            f"{token_file} has {token_file.stat().st_size} bytes, {index_file} needs {end}: the file is cut"
-        )
+    held = token_file.stat().st_size
+    if sequences and (pointers > held - sizes * dtype.itemsize).any():  # a sum could overflow
+        last = int(np.argmax(pointers))
+        needed = int(pointers[last]) + int(sizes[last]) * dtype.itemsize
+        raise DataError(f"{token_file} has {held} bytes, {index_file} needs {needed}: the file is cut")
     together = pointers[:-1] + sizes[:-1] * dtype.itemsize == pointers[1:]
     inside = np.ones(max(sequences - 1, 0), bool)
     inside[documents[1:-1][(documents[1:-1] > 0) & (documents[1:-1] < sequences)] - 1] = (
@@ -100,7 +100,9 @@ def read_indexed(path: str | Path) -> TokenStore:
     lengths = upto[documents[1:]] - upto[documents[:-1]]
     for document in np.flatnonzero(lengths == 0)[:1]:
         raise DataError(f"document {document} of {index_file} is empty: rebuild the file without it")
-    tokens = np.memmap(token_file, dtype, mode="r") if end else np.zeros(0, dtype)
+    tokens = np.zeros(0, dtype)
+    if held >= dtype.itemsize:
+        tokens = np.memmap(token_file, dtype, mode="r", shape=(held // dtype.itemsize,))
     return TokenStore(tokens=tokens, starts=pointers[documents[:-1]] // dtype.itemsize, lengths=lengths)
 
 

@@ -131,6 +131,11 @@ class HuggingFaceTokenizer(Tokenizer):
             self._tokenizer = tokenizers.Tokenizer.from_str(raw.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception for a bad file; nothing is computed here
             raise DataError(f"{file} cannot be read as a tokenizer: {error}") from None
+        if getattr(self._tokenizer.model, "dropout", None):
+            raise DataError(
+                f"{file} has dropout={self._tokenizer.model.dropout}: a text would get other ids at every reading, and on every "
+                'process. Set "dropout" to null there'
+            )
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.name = f"hf:{folder.name}"
@@ -219,9 +224,14 @@ def _special_tokens(folder: Path) -> dict[str, str]:
             content = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise DataError(f"{file} is no JSON: {error}") from None
+        if not isinstance(content, dict):
+            raise DataError(f"{file} holds no keys: the file is damaged")
         for key in ("bos_token", "eos_token", "pad_token"):
             value = content.get(key)
-            found.update({key: value["content"] if isinstance(value, dict) else value} if value else {})
+            value = value.get("content") if isinstance(value, dict) else value
+            if value and not isinstance(value, str):
+                raise DataError(f"{file}: {key} is {value!r}, expected one token as a text")
+            found.update({key: value} if value else {})
     return found
 
 

@@ -46,7 +46,9 @@ def import_weights(source: str | Path, out: str | Path, *, dtype: str = "bf16", 
         raise ConfigError(f"{source} holds {len(left)} weights that a llama of its header does not have, the first is {left[0]}: "
                           f"without them it would be another model; only plain llamas can be imported")
     temporary = out.with_name(out.name + ".partial")
-    shutil.rmtree(temporary, ignore_errors=True)
+    if temporary.exists():
+        raise ConfigError(f"{temporary} exists: an import was killed there, or runs now, or it is yours; remove it, or choose "
+                          f"another folder than {out}")
     try:
         temporary.mkdir(parents=True)
         _write(reader, wanted, temporary, dtype, progress)
@@ -71,9 +73,9 @@ def _write(reader, wanted, folder: Path, dtype: str, progress) -> None:
         value = reader.read(name)
         if value.shape != weight.shape:
             raise ConfigError(f"{name} has shape {value.shape}; the header's sizes give {weight.shape}")
-        if not np.isfinite(value).all():
-            raise ConfigError(f"{name} holds values that are not finite; the source is damaged")
         tensors[name] = np.ascontiguousarray(value.astype(numpy_dtype))
+        if not np.isfinite(tensors[name]).all():
+            raise ConfigError(f"{name} holds values that are not finite in {dtype}; the source is damaged")
         if progress is not None:
             progress(done + 1, len(wanted), name)
     save_file(tensors, str(folder / WEIGHTS), metadata={"format": "te_plugin", "source": reader.describe()})

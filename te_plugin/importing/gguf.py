@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from te_plugin.config.schema import ConfigError, ModelConfig
+from te_plugin.importing.header import Header
 
 _PLAIN = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
           "lm_head.weight": "output.weight"}
@@ -44,17 +45,24 @@ class GgufSource:
         architecture = self.fields.get("general.architecture")
         if architecture != "llama":
             raise ConfigError(f"{self.path} holds a {architecture!r} model; only llama can be imported")
-        get = lambda key, default=None: self.fields.get(f"llama.{key}", default)
-        if get("rope.scaling.type", "none") not in ("none", None) or "rope_freqs.weight" in self.tensors:
+        values = {name.removeprefix("llama."): value for name, value in self.fields.items()}
+        header = Header(values, f"{self.path}, llama")
+        if header.get("rope.scaling.type", "none") != "none" or "rope_freqs.weight" in self.tensors:
             raise ConfigError(f"{self.path} scales its rotary frequencies; import the model's Hugging Face folder instead")
-        heads, hidden = get("attention.head_count"), get("embedding_length")
-        embedding = self.tensors["token_embd.weight"]
+        heads, hidden = header.whole("attention.head_count"), header.whole("embedding_length")
+        head_dim = header.whole("attention.key_length", max(hidden // heads, 1))
+        if header.whole("rope.dimension_count", head_dim) != head_dim:
+            raise ConfigError(f"{self.path} rotates {header.get('rope.dimension_count')} of {head_dim} elements of a head, which "
+                              f"is not supported")
+        embedding = self.tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise ConfigError(f"{self.path} holds no matrix token_embd.weight; the first file of a split model alone is no model")
         return ModelConfig(
-            name=self.path.stem, num_layers=int(get("block_count")), hidden_size=int(hidden), num_heads=int(heads),
-            num_kv_heads=int(get("attention.head_count_kv", heads)), head_dim=int(get("attention.key_length", hidden // heads)),
-            ffn_hidden_size=int(get("feed_forward_length")), vocab_size=int(embedding.shape[1]),
-            norm_eps=_short(get("attention.layer_norm_rms_epsilon")), rope_theta=float(get("rope.freq_base", 10000.0)),
-            tie_embeddings="output.weight" not in self.tensors)
+            name=self.path.stem, num_layers=header.whole("block_count"), hidden_size=hidden, num_heads=heads,
+            num_kv_heads=header.whole("attention.head_count_kv", heads), head_dim=head_dim,
+            ffn_hidden_size=header.whole("feed_forward_length"), vocab_size=int(embedding.shape[1]),
+            norm_eps=_short(header.number("attention.layer_norm_rms_epsilon")),
+            rope_theta=header.number("rope.freq_base", 10000.0), tie_embeddings="output.weight" not in self.tensors)
 
     def _own_name(self, name: str) -> str | None:
         if name in _PLAIN:
@@ -74,7 +82,11 @@ class GgufSource:
         import gguf
 
         tensor = self.tensors[self._own_name(name)]
-        value = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        try:
+            value = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        except NotImplementedError as error:
+            raise ConfigError(f"{tensor.name} of {self.path} is stored as {tensor.tensor_type.name}, which the gguf package "
+                              f"cannot read; take a file in another quantisation") from error
         if ".q_proj." in name:
             return pairs_to_halves(value, self.model.num_heads)
         if ".k_proj." in name:

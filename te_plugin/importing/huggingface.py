@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from te_plugin.config.schema import ConfigError, ModelConfig, RopeScalingConfig
+from te_plugin.importing.header import Header
 
 _DTYPES = ("F64", "F32", "F16", "BF16")  # of safetensors; codes of 8 bits and fewer mean nothing without their scales
 _COMPUTED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")  # older folders hold what the header says
@@ -39,7 +39,11 @@ class HuggingFaceSource:
             raise ConfigError(f"{self.folder} holds no .safetensors file{hint}")
         index = self.folder / "model.safetensors.index.json"
         if index.is_file():  # it says which files belong to the model: others may lie beside them
-            return {name: self.folder / file for name, file in _read_json(index)["weight_map"].items()}
+            files = Header(Header(_read_json(index), str(index)).get("weight_map"), f"{index}: weight_map").values
+            wrong = next((file for file in files.values() if not isinstance(file, str) or file != Path(file).name), None)
+            if wrong is not None:
+                raise ConfigError(f"{index}: weight_map names {wrong!r}, which is no file of this folder")
+            return {name: self.folder / file for name, file in files.items()}
         files = {}
         for path in paths:
             with _readable(path), safe_open(str(path), framework="np") as handle:
@@ -94,46 +98,39 @@ def _read_json(path: Path) -> dict:
 
 def model_of(config: dict, folder: Path) -> ModelConfig:
     """ModelConfig from a config.json. ConfigError for what this product's llama does not have."""
-    kind = config.get("model_type")
+    file = str(folder / "config.json")
+    header = Header(config, file)
+    kind = header.get("model_type")
     if kind != "llama":
-        raise ConfigError(f"{folder / 'config.json'} says model_type={kind!r}; only llama can be imported")
-    for key, allowed in (("attention_bias", (False, None)), ("mlp_bias", (False, None)), ("hidden_act", ("silu", None))):
-        if config.get(key) not in allowed:
-            raise ConfigError(f"{folder / 'config.json'}: {key}={config[key]!r} is not supported; supported: {allowed[0]!r}")
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        raise ConfigError(f"{file} says model_type={kind!r}; only llama can be imported")
+    for key, allowed in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
+        if header.get(key, allowed) != allowed:
+            raise ConfigError(f"{file}: {key}={config[key]!r} is not supported; supported: {allowed!r}")
+    name = "rope_parameters" if header.get("rope_parameters") else "rope_scaling"
+    rope = Header(header.get(name, {}), f"{file}: {name}")
     for key, allowed in (("quantization_config", (None,)), ("compression_config", (None,)),
                          ("partial_rotary_factor", (None, 1, 1.0))):
-        value = config.get(key, rope.get(key))
+        value = header.get(key, rope.get(key))
         if value not in allowed:
-            raise ConfigError(f"{folder / 'config.json'}: {key}={value!r} is not supported; supported: {allowed[-1]!r}")
-    config, rope = _Header(config, folder), _Header(rope, folder)
-    heads = config["num_attention_heads"]
+            raise ConfigError(f"{file}: {key}={value!r} is not supported; supported: {allowed[-1]!r}")
+    heads, hidden = header.whole("num_attention_heads"), header.whole("hidden_size")
     return ModelConfig(
-        name=folder.name, num_layers=config["num_hidden_layers"], hidden_size=config["hidden_size"], num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads, ffn_hidden_size=config["intermediate_size"],
-        vocab_size=config["vocab_size"], norm_eps=float(config["rms_norm_eps"]),
-        rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))), rope_scaling=_rope_scaling(rope, folder),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        init_std=float(config.get("initializer_range", 0.02)))
+        name=folder.name, num_layers=header.whole("num_hidden_layers"), hidden_size=hidden, num_heads=heads,
+        num_kv_heads=header.whole("num_key_value_heads", heads), head_dim=header.whole("head_dim", max(hidden // heads, 1)),
+        ffn_hidden_size=header.whole("intermediate_size"), vocab_size=header.whole("vocab_size"),
+        norm_eps=header.number("rms_norm_eps"), rope_theta=rope.number("rope_theta", header.number("rope_theta", 10000.0)),
+        rope_scaling=_rope_scaling(rope), tie_embeddings=bool(header.get("tie_word_embeddings", False)),
+        init_std=header.number("initializer_range", 0.02))
 
 
-class _Header(dict):
-    """config.json, or a part of it. A key that has to be there is one clear error where it is not."""
-
-    def __init__(self, values: Mapping, folder: Path):
-        super().__init__(values)
-        self.folder = folder
-
-    def __missing__(self, key: str):
-        raise ConfigError(f"{self.folder / 'config.json'} does not say {key}; a llama needs it")
-
-
-def _rope_scaling(rope: dict, folder: Path) -> RopeScalingConfig:
+def _rope_scaling(rope: Header) -> RopeScalingConfig:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
+        unread = [key for key in rope.values if key not in ("rope_type", "type", "rope_theta", "partial_rotary_factor")]
+        if unread:  # a factor without its type, or parameters for each kind of layer
+            raise ConfigError(f"{rope.where} has {', '.join(unread)} and no rope_type that reads it; supported: default, llama3")
         return RopeScalingConfig()
     if kind != "llama3":
-        raise ConfigError(f"{folder / 'config.json'}: rope scaling {kind!r} is not supported; supported: default, llama3")
-    return RopeScalingConfig(float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"]),
-                             int(rope["original_max_position_embeddings"]))
+        raise ConfigError(f"{rope.where}: rope scaling {kind!r} is not supported; supported: default, llama3")
+    return RopeScalingConfig(rope.number("factor"), rope.number("low_freq_factor"), rope.number("high_freq_factor"),
+                             rope.whole("original_max_position_embeddings"))

@@ -14,10 +14,11 @@ import numpy as np
 
 from te_plugin.jax import composite_attention, launches, xla_attention
 from te_plugin.jax.call import dtype_name, launch, shape_of, target_of_backend
-from te_plugin.jax.checks import check_flags, check_integers
+from te_plugin.jax.checks import check_integers
 from te_plugin.jax.sharding import operands_of_call
 from te_plugin.ops.attention.cudnn import rows_one_by_one
 from te_plugin.ops.attention.problem import AttentionProblem, checked_window
+from te_plugin.ops.checks import check_flags
 from te_plugin.plan import Plan, plan
 
 # Kernels without a library of ours: a module each, with the forward and backward of the contract of the planned kernels.
@@ -126,7 +127,6 @@ def attention(
     Differentiable in q, k and v under jit, grad and remat. Raises ValueError for bad shapes or dtypes, PlanError when no
     kernel can run it; cu_seqlens that reach outside the arrays raise when the computation runs.
     """
-    check_flags(deterministic=deterministic, return_lse=return_lse)
     if q.ndim != 3 or k.ndim != 3 or v.shape != k.shape or q.shape[2] != k.shape[2]:
         raise ValueError(f"attention takes q[Tq,H,D], k[Tk,G,D], v[Tk,G,D]; got q{q.shape}, k{k.shape}, v{v.shape}")
     if not (q.dtype == k.dtype == v.dtype):
@@ -149,6 +149,7 @@ def attention(
             raise ValueError(f"{name} must be int32[N+1], the first entry 0; got {x!r}")
         if x.dtype != jnp.int32 or x.shape != cu_q.shape:
             raise ValueError(f"{name} must be int32[{cu_q.shape[0]}], got {x.dtype}{list(x.shape)}")
+    check_flags(deterministic=deterministic, return_lse=return_lse)
     options = AttentionOptions.of(
         mask=mask,
         window=window,

@@ -5,13 +5,6 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 
-def check_flags(**flags) -> None:
-    """Each is True or False: "false" and "none" are true in Python."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r} must be True or False")
-
-
 def check_arrays(takes: str, **arrays) -> None:
     """Each has a shape and a dtype. takes: the call, with the shapes that it takes."""
     for name, x in arrays.items():

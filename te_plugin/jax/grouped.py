@@ -15,12 +15,13 @@ import numpy as np
 
 from te_plugin import numerics
 from te_plugin.jax.call import dtype_name, first_derivative_only, launch, shape_of, target_of_backend
-from te_plugin.jax.checks import check_arrays, check_flags, check_integers
+from te_plugin.jax.checks import check_arrays, check_integers
 from te_plugin.jax.linear import LAYOUTS
 from te_plugin.jax.quantize import QuantizedArray, dequantize, quantize
 from te_plugin.jax.sharding import operands_of_call
+from te_plugin.ops.checks import check_flags
 from te_plugin.ops.grouped_gemm.problem import GroupedGemmProblem
-from te_plugin.ops.linear_checks import check_features
+from te_plugin.ops.linear_checks import check_features, check_pow2
 from te_plugin.plan import Plan, PlanError, plan
 
 PRECISIONS = ("fp32", "bf16", *(name for name, kind in numerics.SCALINGS.items() if not kind.delayed))
@@ -213,7 +214,6 @@ def grouped_linear(
     if precision not in PRECISIONS:
         raise ValueError(f"grouped_linear in JAX computes in {', '.join(PRECISIONS)}, not in {precision}")
     k_axis = _k_axis(layout)
-    check_flags(pow2_scale=pow2_scale)
     check_arrays(f"grouped_linear takes x[M,K], weight[E,{','.join(layout.upper())}]", x=x, weight=weight)
     if not isinstance(group_sizes, jax.Array | np.ndarray):
         raise ValueError(f"group_sizes must be an array of integers, got {type(group_sizes).__name__}")
@@ -224,6 +224,8 @@ def grouped_linear(
         )
     check_integers("grouped_linear: group_sizes", group_sizes)
     check_features(weight.shape[k_axis], weight.shape[3 - k_axis], precision)
+    check_flags(pow2_scale=pow2_scale)
+    check_pow2(precision, pow2_scale)
     if dtype_name(x) == "fp32" and precision == "bf16":
         precision = "fp32"
     x, weight, group_sizes = operands_of_call(x, weight, group_sizes)

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 
 from te_plugin import numerics
 from te_plugin.jax.call import first_derivative_only, target_of_backend
-from te_plugin.jax.checks import check_arrays, check_flags
+from te_plugin.jax.checks import check_arrays
 from te_plugin.jax.gemm import Operand, along_columns, along_rows, matmul, needs_transpose
 from te_plugin.jax.quantize import quantize
 from te_plugin.jax.sharding import operands_of_call, varying_axes
-from te_plugin.ops.linear_checks import check_features
+from te_plugin.ops.checks import check_flags
+from te_plugin.ops.linear_checks import check_features, check_pow2
 
 LAYOUTS = ("nk", "kn")
 OPERANDS = ("activation", "weight", "gradient")
@@ -78,7 +79,7 @@ def _quantize(x, operand: str, scales, o: LinearOptions):
         kind.format(operand).name,
         granularity,
         scale=scale,
-        pow2_scale=o.pow2_scale and not kind.delayed,
+        pow2_scale=o.pow2_scale,
         transpose=needs_transpose(granularity),
         fallback=o.fallback,
     )
@@ -144,7 +145,6 @@ def linear(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is not one of {', '.join(LAYOUTS)}")
-    check_flags(pow2_scale=pow2_scale)
     takes = f"linear takes x[...,K], weight[{','.join(layout.upper())}]"
     check_arrays(takes, x=x, weight=weight)
     if not x.ndim or weight.ndim != 2:
@@ -156,6 +156,8 @@ def linear(
         raise ValueError(f"bias has shape {bias.shape}, weight[{','.join(layout.upper())}] has N={n}")
     kind = numerics.scaling(precision)
     check_features(k, n, precision)
+    check_flags(pow2_scale=pow2_scale)
+    check_pow2(precision, pow2_scale)
     x, weight = operands_of_call(x, weight)
     flat = x.reshape(-1, k)
     options = LinearOptions(precision, layout, pow2_scale, kernel, fallback)

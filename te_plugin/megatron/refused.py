@@ -55,8 +55,8 @@ def refuse_unsupported(config) -> None:
             raise ConfigError(f"config.{name}={getattr(config, name)!r} is not supported: {why}. Unset it")
     backend = getattr(config, "attention_backend", None)
     if backend not in (None, AttnBackend.auto):
-        raise ConfigError(f"config.attention_backend={getattr(backend, 'name', backend)} chooses among TransformerEngine's kernels; "
-                          f"leave it at auto, and name a kernel of this plugin in AttentionOptions(kernel=...)")
+        raise ConfigError(f"config.attention_backend={getattr(backend, 'name', backend)} chooses among TransformerEngine's "
+                          f"kernels; leave it at auto, and name a kernel of this plugin in AttentionOptions(kernel=...)")
     for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
         if (getattr(config, name, None) or 1) > 1:
             raise ConfigError(f"config.{name}={getattr(config, name)} (num_weight_shards over the tensor-parallel size): these "

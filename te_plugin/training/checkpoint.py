@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from te_plugin.training.distributed import World
+from te_plugin.training.progress import say
 
 CHECKPOINT_DIR = "checkpoints"
 STATE_FILE = "state.json"
@@ -79,7 +81,10 @@ def find(path: Path | str) -> Checkpoint:
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
-        return json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        if not isinstance(state, dict) or type(state.get("step")) is not int:
+            raise ValueError("it does not say its step")
+        return state
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path / STATE_FILE} cannot be read ({error}): the checkpoint is damaged; remove {path} to go on from an older one"
@@ -126,12 +131,20 @@ def save(
                 shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(_save_message(folder, step, tensors, reason))
     if world.is_main:
+        _remove_older(folder, keep)
+    world.barrier()
+    return final
+
+
+def _remove_older(folder: Path, keep: int) -> None:
+    """All but the newest `keep`. What cannot be removed (a file that is held open on NFS, say) stays, and training goes on."""
+    try:
         for old in list_checkpoints(folder)[:-keep]:
             going = folder / f".{old.path.name}.tmp"  # a half-removed folder must not be taken for a checkpoint
             os.rename(old.path, going)
             shutil.rmtree(going)
-    world.barrier()
-    return final
+    except (OSError, CheckpointError) as error:
+        say(f"older checkpoints cannot be removed: {error}", sys.stderr)
 
 
 def _run_stage(stage, world: World) -> str | None:
@@ -176,7 +189,9 @@ def load(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor], world: Wor
         with _quiet():
             dcp.load(wanted, storage_reader=reader, no_dist=world.size == 1)
     except (OSError, CheckpointException, RuntimeError) as caught:
-        raise CheckpointError(f"{checkpoint.path} cannot be read: {_cause(caught)}") from caught
+        raise CheckpointError(
+            f"{checkpoint.path} cannot be read: {_cause(caught)}; remove that folder to go on from an older checkpoint"
+        ) from caught
 
 
 def _stored(checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -280,7 +295,8 @@ def _save_message(folder: Path, step: int, tensors: Mapping[str, torch.Tensor], 
     kept = f"checkpoint of step {older[-1].step} is intact" if older else "there is no older checkpoint"
     return (
         f"checkpoint of step {step} could not be written to {folder}: {reason} (needs about {need / 2**20:.0f} MiB, "
-        f"{free / 2**20:.0f} MiB free); {kept} and every row is in metrics.jsonl. Free space, then continue with run.resume=true"
+        f"{free / 2**20:.0f} MiB free); {kept} and every row is in metrics.jsonl. "
+        f"{'Free space' if free < need else 'Remove the cause'}, then continue with run.resume=true"
     )
 
 

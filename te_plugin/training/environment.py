@@ -24,7 +24,7 @@ PACKAGES = (
     "jax-tvm-ffi",
     "hydra-core",
     "wandb",
-    "datasets",
+    "pyarrow",
 )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,9 +72,9 @@ class Loop:
         world: World,
         tracker: Tracker,
         golden_loss: Callable[[int], float | None],
-        order_hash: str,
+        data_hashes: Mapping[str, str],
     ):
-        self.cfg, self.engine, self.world, self.order_hash = cfg, engine, world, order_hash
+        self.cfg, self.engine, self.world, self.data_hashes = cfg, engine, world, data_hashes
         self.tracker, self.golden_loss = tracker, golden_loss
         self.schedule = Schedule.of(cfg)
         self._flops_per_token = flops_per_token(cfg)
@@ -117,7 +117,7 @@ class Loop:
             "precision": self.cfg.precision.name,
             "parallel": self.cfg.parallel.name,
             "next_row": step * self.cfg.schedule.global_rows,
-            "order_hash": self.order_hash,
+            **self.data_hashes,
             "kind": "training",
         }
         self.engine.save(step, info)

@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
+CURVE = ("train/tokens", "train/loss", "train/grad_norm")  # what every row of a run has
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -36,31 +37,36 @@ def decode(value: Any) -> Any:
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def parse_line(line: str) -> dict[str, Any]:
-    row = json.loads(line)
+def parse_line(line: bytes) -> dict[str, Any]:
+    """The row of a line; ValueError when it holds none."""
+    row = json.loads(line.decode("utf-8"))
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        raise ValueError("it has no whole number 'step'")
     return {key: decode(value) for key, value in row.items()}
 
 
-def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """The rows of a metrics file or of the run directory that holds it.
+def read_metrics(path: Path | str, needed: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The rows of a metrics file or of the run directory that holds it. needed: numbers that every row must have.
 
     A half-written last line (the process was killed inside a write) is ignored; damage anywhere else is an error.
     """
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
     rows: list[dict[str, Any]] = []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
         try:
             rows.append(parse_line(line))
-        except json.JSONDecodeError as error:
+            if len(rows) > 1 and rows[-1]["step"] <= rows[-2]["step"]:
+                raise ValueError(f"step {rows[-1]['step']} after step {rows[-2]['step']}")
+            if absent := [key for key in needed if type(rows[-1].get(key)) not in (int, float)]:
+                raise ValueError(f"it has no number {absent[0]!r}")
+        except ValueError as error:
             if number == len(lines):  # no newline after it: the write never finished
                 break
-            raise MetricsError(
-                f"{path}:{number}: not a JSON row ({error.msg}); the file was edited or damaged"
-            ) from error
+            raise MetricsError(f"{path}:{number}: not a JSON row ({error}); the file was edited or damaged") from error
     return rows
 
 

@@ -1,12 +1,26 @@
-"""The progress line of a run: a bar on a terminal, plain lines everywhere else (logs, pipes, CI)."""
+"""What a run prints: a bar on a terminal, plain lines everywhere else (logs, pipes, CI). Printing never ends a run."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from collections import deque
 
 _PLAIN_INTERVAL_S = 5.0
+
+
+def say(text: str, stream=None) -> None:
+    """Print a line. Where it cannot be printed the run goes on without: its directory holds everything."""
+    stream = sys.stdout if stream is None else stream
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:  # the reader is gone (| head): later lines, and the flush at the end of the process, go nowhere
+        with contextlib.suppress(OSError):  # a stream of no file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except OSError:  # a log on a full disk: the line waits in the buffer for the next one
+        pass
 
 
 def format_duration(seconds: float) -> str:
@@ -61,7 +75,7 @@ class Progress:
         now = time.monotonic()
         if step in (self.start + 1, self.total) or val_loss is not None or now - self._last_plain >= _PLAIN_INTERVAL_S:
             self._last_plain = now
-            print(f"step {step}/{self.total}  {status}", file=self.stream, flush=True)
+            say(f"step {step}/{self.total}  {status}", self.stream)
 
     def message(self, text: str) -> None:
         """One line above the bar."""
@@ -70,7 +84,7 @@ class Progress:
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         else:
-            print(text, file=self.stream, flush=True)
+            say(text, self.stream)
 
     def close(self) -> None:
         if self._bar is not None:

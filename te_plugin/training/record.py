@@ -20,6 +20,7 @@ from te_plugin.convergence.verdict import VERDICT_FILE, Verdict
 from te_plugin.training.distributed import World
 from te_plugin.training.environment import describe
 from te_plugin.training.metrics import read_metrics
+from te_plugin.training.progress import say
 
 PRECISIONS = ("bf16", "fp8_current", "fp8_delayed")
 
@@ -70,9 +71,9 @@ def record(
         wanted = [("", arm)] if index else []  # the first arm is the run itself
         for name, configuration in (*wanted, *twins(arm, world)):
             folder = run_dir / "twins" / f"{precision}-{name or 'arm'}".replace("=", "-")
-            if not world.broadcast_object((folder / VERDICT_FILE).exists()):
+            if not world.broadcast_object(_passed(folder)):
                 if world.is_main:
-                    print(f"noise band: precision={precision} {name}", flush=True)
+                    say(f"noise band: precision={precision} {name}")
                 verdict = run_twin(configuration, folder)
                 if verdict.status != "PASS":
                     return Verdict("FAIL", f"no golden curve was recorded: {folder.name} gave {verdict.line}")
@@ -85,6 +86,11 @@ def record(
         if index == 0 and world.is_main:
             runs[precision] = read_metrics(run_dir)
     return _write(cfg, facts, world, runs, measured) if world.is_main else Verdict("PASS")
+
+
+def _passed(folder: Path) -> bool:
+    """Whether a twin is done; one that was interrupted, or that failed, runs again."""
+    return (folder / VERDICT_FILE).exists() and Verdict.load(folder).status == "PASS"
 
 
 def _write(cfg: Config, facts: RunFacts, world: World, runs: dict, measured: dict) -> Verdict:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from te_plugin.config import Config, recipe_hash, to_yaml
+from te_plugin.config import Config, recipe_hash
 from te_plugin.convergence.check import RunFacts, judge
 from te_plugin.convergence.golden import Arm, Golden, golden_path
 from te_plugin.convergence.verdict import VERDICT_FILE, Verdict
@@ -25,14 +25,10 @@ from te_plugin.training.environment import describe, write_json
 from te_plugin.training.kernel_choice import measured_kernels
 from te_plugin.training.loop import Loop
 from te_plugin.training.metrics import METRICS_FILE, read_metrics
+from te_plugin.training.progress import say
+from te_plugin.training.run_dir import RunDirError, held, writing
 from te_plugin.training.step import Schedule, TrainingError
 from te_plugin.training.tracking import Tracker
-
-CONFIG_FILE = "config.resolved.yaml"
-
-
-class RunDirError(ValueError):
-    """The run directory cannot be used as asked."""
 
 
 def train(cfg: Config, run_dir: Path | str, adapter: Adapter | None = None) -> Verdict:
@@ -48,14 +44,13 @@ def train(cfg: Config, run_dir: Path | str, adapter: Adapter | None = None) -> V
         with _sabotaged(cfg, world) as cfg:
             adapter = adapter or _adapter_of(cfg)
             world = adapter.initialize(cfg, world)
-            _prepare_run_dir(cfg, run_dir, world)
-            with measured_kernels(cfg, world):
+            with held(cfg, run_dir, world), measured_kernels(cfg, world):
                 run = _Run(cfg, run_dir, adapter, world, cfg.run.resume)
                 verdict = run.execute()
                 if cfg.check.mode == "record" and verdict.status == "PASS":
                     verdict = _record(run)
         if world.is_main:
-            print(verdict.line, flush=True)
+            say(verdict.line)
         return verdict
     finally:
         if world.owns_process_group:
@@ -94,18 +89,23 @@ class _Run:
             vocab_size=cfg.model.vocab_size,
             planned_steps=self.schedule.total_steps,
             context_free_entropy=_entropy_of(cfg, data) if world.is_main else None,
+            token_hash=data.token_hash(),
         )
         self._require_same_rows()
-        tracker = self._make_tracker()
+        with writing(self.run_dir):
+            if world.is_main:
+                (self.run_dir / VERDICT_FILE).unlink(missing_ok=True)  # from here on it is no longer that of the run
+            tracker = self._make_tracker()
+            if world.is_main:
+                self._write_environment(data, facts)
         fits = golden is not None and golden.recipe_hash == facts.recipe_hash
         matching = golden.arm_for(cfg.precision.name, cfg.adapter.name) if fits else None
         golden_loss = matching.loss_at if matching else lambda step: None
-        loop = Loop(cfg, engine, world, tracker, golden_loss, facts.order_hash)
-        if world.is_main:
-            self._write_environment(data, facts)
-        verdict = None
+        loop = Loop(cfg, engine, world, tracker, golden_loss, self._data_hashes)
+        verdict, last_step = None, 0
         try:
             outcome = self._start_and_run(loop, tracker)
+            last_step = outcome.last_step
             if outcome.interrupted:
                 verdict = Verdict(
                     "INCONCLUSIVE",
@@ -122,7 +122,7 @@ class _Run:
                 tracker.finish(1)
                 raise
         if world.is_main:
-            verdict = self._conclude(verdict, facts, golden, matching)
+            verdict = self._conclude(verdict, facts, golden, matching, last_step)
         verdict = world.broadcast_object(verdict)
         tracker.finish(verdict.exit_code)
         return verdict
@@ -132,24 +132,30 @@ class _Run:
         if self.resume_from is None:
             return
         info, step, rows = self.resume_from.info, self.resume_from.step, self.cfg.schedule.global_rows
-        next_row, order = info.get("next_row", step * rows), info.get("order_hash", self.facts.order_hash)
+        next_row = info.get("next_row", step * rows)
         if next_row != step * rows:
             raise RunDirError(
                 f"{self.resume_from.path} stands at row {next_row} after {step} steps, and schedule.global_rows={rows} makes "
                 f"them {step * rows}: a resumed run keeps its rows a step; set it back, or start a new run with run.init_from"
             )
-        if order != self.facts.order_hash:
-            raise RunDirError(
-                f"the training rows are not those of {self.resume_from.path} (order {self.facts.order_hash}, it has {order}): "
-                f"documents were added, removed or changed at data.path={self.cfg.data.path}, or a setting of the data was. "
-                f"Restore them, or start a new run with run.init_from"
-            )
+        for name, mine in self._data_hashes.items():
+            if info.get(name, mine) != mine:
+                raise RunDirError(
+                    f"the training rows are not those of {self.resume_from.path} ({name} {mine}, it has {info[name]}): "
+                    f"documents were added, removed or changed at data.path={self.cfg.data.path}, or the tokenizer or a setting "
+                    f"of the data was. Restore them, or start a new run with run.init_from"
+                )
+
+    @property
+    def _data_hashes(self) -> dict[str, str]:
+        """From where the rows take their tokens, and what these are: kept in every checkpoint."""
+        return {"order_hash": self.facts.order_hash, "token_hash": self.facts.token_hash}
 
     def _conclude(
-        self, verdict: Verdict | None, facts: RunFacts, golden: Golden | None, matching: Arm | None
+        self, verdict: Verdict | None, facts: RunFacts, golden: Golden | None, matching: Arm | None, last_step: int
     ) -> Verdict:
         """Rank 0: what really ran, the verdict and the picture. A full disk must not hide how the run ended."""
-        verdict = verdict or judge(self.cfg, self.run_dir, facts, golden)
+        verdict = verdict or judge(self.cfg, self.run_dir, facts, golden, last_step)
         try:
             write_json(self.run_dir / "kernels.json", self.adapter.launches())
             verdict.save(self.run_dir)
@@ -180,7 +186,7 @@ class _Run:
         tracker.resume(start + 1)
         tracker.config(asdict(self.cfg))
         if start and self.world.is_main:
-            print(f"resumed from {self.resume_from.path}: step {start} is done", flush=True)
+            say(f"resumed from {self.resume_from.path}: step {start} is done")
         return loop.run(start)
 
     def _make_tracker(self) -> Tracker:
@@ -208,7 +214,7 @@ class _Run:
         environment.update(
             recipe=self.cfg.recipe,
             recipe_hash=facts.recipe_hash,
-            order_hash=facts.order_hash,
+            **self._data_hashes,
             init_hash=facts.init_hash,
             sabotage=self.cfg.testing.sabotage,
         )
@@ -236,8 +242,8 @@ def _record(run: _Run) -> Verdict:
     def run_twin(cfg: Config, folder: Path) -> Verdict:
         if world.is_main:
             shutil.rmtree(folder, ignore_errors=True)
-        _prepare_run_dir(cfg, folder, world)
-        return _Run(cfg, folder, run.adapter, world, False).execute()
+        with held(cfg, folder, world):
+            return _Run(cfg, folder, run.adapter, world, False).execute()
 
     verdict = record(run.cfg, run.run_dir, run.facts, world, run_twin)
     verdict = world.broadcast_object(verdict)
@@ -280,10 +286,7 @@ def _sabotaged(cfg: Config, world: distributed.World) -> Iterator[Config]:
     """Deliberate damage for tests of the checks. Loud, recorded in env.json and in the run's tags, and over when the run is."""
     name = cfg.testing.sabotage
     if name != "none" and world.is_main:
-        print(
-            f"*** testing.sabotage={name}: this run is damaged on purpose; its verdict should not be PASS ***",
-            flush=True,
-        )
+        say(f"*** testing.sabotage={name}: this run is damaged on purpose; its verdict should not be PASS ***")
     if name in ("none", "no_document_mask"):  # the latter damages the rows of each batch, see step.Batches
         yield cfg
         return
@@ -294,27 +297,6 @@ def _sabotaged(cfg: Config, world: distributed.World) -> Iterator[Config]:
         yield replace(cfg, attention=replace(cfg.attention, kernel=kernel), run=replace(cfg.run, fallback="allow"))
     finally:
         sabotage.remove()
-
-
-def _prepare_run_dir(cfg: Config, run_dir: Path, world: distributed.World) -> None:
-    """Rank 0 makes the folder and writes config.resolved.yaml. No run is overwritten."""
-    problem: str | None = None
-    if world.is_main:
-        used = [name for name in (METRICS_FILE, VERDICT_FILE) if (run_dir / name).exists()]
-        if used and not cfg.run.resume:
-            problem = (
-                f"{run_dir} already holds a run ({', '.join(used)}); continue it with run.resume=true or change run.dir"
-            )
-        else:
-            try:
-                run_dir.mkdir(parents=True, exist_ok=True)
-                (run_dir / CONFIG_FILE).write_text(to_yaml(cfg), encoding="utf-8")
-                (run_dir / VERDICT_FILE).unlink(missing_ok=True)
-            except OSError as error:
-                problem = f"run directory {run_dir} cannot be written: {error}"
-    problem = world.broadcast_object(problem)
-    if problem:
-        raise RunDirError(problem)
 
 
 def _entropy_of(cfg: Config, data) -> float | None:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from te_plugin.training.metrics import MetricsFile, read_metrics
+from te_plugin.training.metrics import METRICS_FILE, MetricsFile, read_metrics
+from te_plugin.training.progress import say
 from te_plugin.training.wandb_sink import RunIdentity, TrackingError, WandbSink, wandb_installed
 
 MODES = ("auto", "jsonl", "wandb", "wandb_offline")
@@ -67,7 +68,7 @@ class Tracker:
         self.run_dir = Path(run_dir)
         self.active = (global_rank() if rank is None else rank) == 0
         self.error: str | None = None
-        self._warn = warn or (lambda text: print(text, file=sys.stderr, flush=True))
+        self._warn = warn or (lambda text: say(text, sys.stderr))
         self._timeout_s = timeout_s
         self._sink: WandbSink | None = None
         self._started = False
@@ -191,8 +192,10 @@ class Tracker:
 def read_tracking(path: Path) -> dict[str, Any]:
     """What tracking.json holds; TrackingError for a damaged one."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        RunIdentity.from_json(state["identity"])
+        return {"config": {}, "changes": {}, **state}
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise TrackingError(f"{path} cannot be read ({error}); remove it: the run keeps the id of its checkpoint") from error
 
 
@@ -205,6 +208,8 @@ def sync(run_dir: Path | str, mode: str = "wandb", timeout_s: float = 60.0) -> i
     if resolve_mode(mode) == "jsonl":
         raise TrackingError("sync sends rows to wandb, which is not installed: pip install te_plugin[wandb]")
     state = read_tracking(state_file)
+    if not (run_dir / METRICS_FILE).exists():
+        raise TrackingError(f"{run_dir} has no {METRICS_FILE}: there are no rows to send")
     rows = read_metrics(run_dir)
     config = {**state["config"], **({"resume_changes": state["changes"]} if state["changes"] else {})}
     try:

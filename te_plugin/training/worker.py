@@ -19,7 +19,8 @@ def main(arguments: list[str] | None = None) -> int:
     if len(arguments) != 1:
         print("usage: python -m te_plugin.training.worker RUN_DIR", file=sys.stderr)
         return 1
-    from te_plugin.training.run import CONFIG_FILE, RunDirError, train
+    from te_plugin.training.run import train
+    from te_plugin.training.run_dir import CONFIG_FILE, RunDirError
 
     try:
         return train(load(Path(arguments[0]) / CONFIG_FILE), arguments[0]).exit_code

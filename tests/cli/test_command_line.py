@@ -73,6 +73,11 @@ MISTAKES = [
     ((TINY, "model.hidden_size=-256"), "model.hidden_size=-256 is out of range"),
     ((TINY, "schedule.global_rows=0"), "schedule.global_rows=0 is out of range"),
     ((TINY, "data=jsonl", "data.path=/nowhere/at/all"), "data.path=/nowhere/at/all: no such file"),
+    ((TINY, "data=jsonl", f"data.path={'a' * 5000}"), "no such file"),
+    ((TINY, f"run.init_from={'a' * 5000}"), "no such checkpoint"),
+    ((TINY, "data.tokenizer=hf", f"data.tokenizer_path={'a' * 5000}"), "no such file"),
+    ((TINY, "run.seed=99999999999999999999"), "run.seed=99999999999999999999 is out of range"),
+    ((TINY, "attention.window_left=99999999999"), "at least 0 and at most 2147483647"),
     ((TINY, "attention.kernel=sm90", "run.device=cpu"), "attention"),
     ((TINY, "adapter=maxtext", "layout=bshd"), "layout=thd"),
     ((TINY, "adapter=maxtext", "--nproc", "2"), "one process"),
@@ -83,7 +88,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("argv,message", MISTAKES, ids=[" ".join(argv) or "nothing" for argv, _ in MISTAKES])
+@pytest.mark.parametrize("argv,message", MISTAKES, ids=[" ".join(argv)[:80] or "nothing" for argv, _ in MISTAKES])
 def test_a_mistake_is_one_message_and_leaves_nothing_behind(run, tmp_path, argv, message):
     assert message in refused(run, "train", *argv)
     assert not list(tmp_path.iterdir())
@@ -146,6 +151,13 @@ def test_a_folder_that_cannot_be_made_is_named_before_any_work(run, tmp_path):
     """A file stands where the folder should: https://github.com/hydra-ecosystem/hydra/issues/1817"""
     (tmp_path / "runs").write_text("")
     assert "runs/bench cannot be made: Not a directory" in refused(run, "bench", "quantize")
+
+
+@pytest.mark.parametrize("argv", [("explain", TINY, "--processes", "0"), ("explain", TINY, "parallel=ddp", "--processes", "-2"),
+                                  ("accept", TINY, "--nproc", "0"), ("bench", "quantize", "--seconds", "-1"),
+                                  ("bench", "quantize", "--seconds", "nan")], ids=" ".join)
+def test_counts_and_times_that_mean_nothing_are_refused(run, tmp_path, argv):
+    assert argv[-1] in refused(run, *argv) and not list(tmp_path.iterdir())
 
 
 def test_a_comparison_that_cannot_be_written_names_its_folder(run, tmp_path):

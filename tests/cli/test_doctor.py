@@ -1,6 +1,7 @@
 """doctor: every backend against the oracle, and a machine without GPU, torch or any optional package."""
 
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,15 @@ def test_doctor_lists_versions_and_passes_here(capsys):
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "torch cpu" in out and "cpu library" in out and "doctor: all is well" in out
+
+
+def test_doctor_runs_for_a_user_without_a_home_directory(monkeypatch, capsys):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    monkeypatch.setattr(selfcheck, "TORCH_CHECKS", {})
+    monkeypatch.setattr(selfcheck, "JAX_CHECKS", {})
+    assert cli.main(["doctor"]) == 0
+    assert "none: Could not determine home directory" in " ".join(capsys.readouterr().out.split())
 
 
 def test_doctor_exits_1_when_a_kernel_computes_something_else(monkeypatch, capsys):

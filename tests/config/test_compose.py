@@ -1,6 +1,7 @@
 """From overrides to a Config: groups, recipes, misspelt keys, and who wins."""
 
 import re
+import shutil
 
 import pytest
 
@@ -198,7 +199,49 @@ def test_a_recipe_may_build_on_another(own):
     assert following.optim.lr == 3e-3 and following.data == mine.data and following.schedule == mine.schedule
 
 
+@pytest.mark.report("yaml/pyyaml#272")
+def test_a_recipe_that_another_builds_on_is_read_as_strictly(own):
+    (own / "recipe/next.yaml").write_text("# @package _global_\ndefaults:\n  - mine\n  - _self_\nrecipe: next\n")
+    path = own / "recipe/mine.yaml"
+    path.write_text(path.read_text() + "run:\n  seed: 12:30\n")
+    with pytest.raises(ConfigError, match="run.seed takes a whole number, not 12:30"):
+        compose(["recipe=next"], for_run=False, config_dir=own)
+
+
+@pytest.mark.parametrize("name", ["it's", "a 'b' c", "back\\slash", "slash'\\", "a,b", "a=b", "${x}", "ünï", "#1"])
+def test_a_folder_of_any_name_is_searched(own, name):
+    folder = own / "below" / name
+    shutil.copytree(own / "model", folder / "model")
+    shutil.copytree(own / "recipe", folder / "recipe")
+    assert compose(["recipe=mine"], for_run=False, config_dir=folder).model.name == "wide"
+
+
+@pytest.mark.parametrize("name", ["123", "1e5", "true", "a,b", "a b", "a.b", "it's"])
+def test_a_recipe_of_any_name_is_found(own, name):
+    (own / "recipe/mine.yaml").rename(own / f"recipe/{name}.yaml")
+    assert compose([f"recipe={name}"], for_run=False, config_dir=own).model.name == "wide"
+
+
+@pytest.mark.parametrize("written, message", [
+    (b"hydra:\n  run:\n    dir: x\n", "there is no key 'hydra'"),
+    (b"# caf\xe9\n", "mine.yaml: cannot be read as a configuration: 'utf-8' codec"),
+])  # fmt: skip
+def test_what_nothing_reads_in_a_recipe_is_refused(own, written, message):
+    path = own / "recipe/mine.yaml"
+    path.write_bytes(path.read_bytes() + written)
+    with pytest.raises(ConfigError, match=message):
+        compose(["recipe=mine"], for_run=False, config_dir=own)
+
+
+def test_the_name_of_a_recipe_leads_to_no_other_folder(own):
+    path = own / "recipe/mine.yaml"
+    path.write_text(path.read_text().replace("recipe: mine", "recipe: ../mine"))
+    with pytest.raises(ConfigError, match="recipe: ../mine: the name is part of folder names"):
+        compose(["recipe=mine"], for_run=False, config_dir=own)
+
+
 @pytest.mark.parametrize("text, message", [
+    ("\ufeff# @package _global_\nrecipe: mine\n", "begins with a byte order mark"),
     ("a: [", "no valid YAML"), ("", "holds no keys"), ("recipe: mine\n", "@package _global_"),
     ("# @package _global_\noptim:\n  lr: 1\noptim:\n  eps: 1\n", "'optim' is given twice"),
 ])  # fmt: skip

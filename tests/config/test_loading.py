@@ -64,6 +64,16 @@ def test_whole_numbers_are_whole(text, hint):
     assert "schedule.tokens takes a whole number" in str(caught.value) and hint in str(caught.value)
 
 
+def test_a_number_of_thousands_of_digits_is_refused_in_one_short_line():
+    """Python itself refuses to read it, with an error of its own."""
+    with pytest.raises(ConfigError) as caught:
+        tiny(f"schedule.tokens={'9' * 5000}")
+    assert "schedule.tokens takes a whole number" in str(caught.value) and len(str(caught.value)) < 200
+    with pytest.raises(ConfigError, match="schedule.tokens takes a whole number"):
+        loads(to_yaml(tiny()).replace("tokens: 327680", f"tokens: {'9' * 5000}"))
+    assert loads(to_yaml(tiny(f"track.run_name={'9' * 50}"))).track.run_name == "9" * 50
+
+
 def test_whole_numbers_may_have_underscores():
     assert tiny("schedule.tokens=400_000").schedule.tokens == 400_000
 

@@ -172,6 +172,42 @@ def test_acceptance_runs_every_arm_and_continues_where_it_stopped(rng, tmp_path)
     assert ran == [f"seed2/{name}" for name in ("bf16", "twin", "candidate")]
 
 
+@pytest.mark.parametrize("ended, goes_on", [
+    (Verdict("FAIL", "checkpoint of step 5 could not be written", {"error": "CheckpointError"}), True),
+    (Verdict("FAIL", "crashed: RuntimeError: out of memory"), True),
+    (Verdict("INCONCLUSIVE", "interrupted after step 5"), True),
+    (Verdict("FAIL", "the loss of step 5 is nan", {"error": "TrainingError"}), False),
+    (Verdict("FAIL", "learned: final loss 4.4 is not below 3.3", {"gates": []}), False),
+], ids=["full disk", "crash", "signal", "not finite", "learned nothing"])  # fmt: skip
+@pytest.mark.parametrize("broken", ["bf16", "candidate"])
+def test_what_ended_an_arm_decides_whether_it_goes_on(rng, tmp_path, ended, goes_on, broken):
+    """A full disk is no verdict on FP8: half of an arm is not judged, and a failed reference does not count the second time."""
+    ran = []
+
+    def run_arm(cfg, run_dir):
+        ran.append((run_dir.name, cfg.run.resume))
+        run_dir.mkdir(parents=True, exist_ok=True)
+        first = len(ran) == ("bf16", "twin", "candidate").index(broken) + 1
+        made, verdict = arm(rng), ended if first else Verdict("PASS")
+        (run_dir / "config.resolved.yaml").write_text(to_yaml(cfg))
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in made.rows))
+        (run_dir / "env.json").write_text(json.dumps(made.environment))
+        verdict.save(run_dir)
+        return verdict
+
+    first = accept(config("accept.seeds=2"), tmp_path, run_arm)
+    count = len(ran)
+    second = accept(config("accept.seeds=2"), tmp_path, run_arm)
+    if goes_on:
+        assert first.status == "INCONCLUSIVE" and "start the same acceptance again" in first.reason
+        assert second.status == "PASS" and ran[count] == (broken, True)
+    elif broken == "bf16":
+        assert len(ran) == count
+        assert all("void: the reference arm bf16 of seed 0" in verdict.reason for verdict in (first, second))
+    else:
+        assert len(ran) == count, "the candidate's failure is judged by the gates, from its rows"
+
+
 @pytest.mark.parametrize("name", ["verdict.json", "env.json"])
 def test_a_damaged_file_of_a_finished_arm_is_named(rng, tmp_path, name):
     """After a loss of power: https://github.com/dbolya/yolact/issues/710"""

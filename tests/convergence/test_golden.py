@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from te_plugin.config import compose
 from te_plugin.convergence import Golden, GoldenError, Verdict, golden
-from te_plugin.convergence.check import RunFacts, curve_gates, health_gate, learned_gate
+from te_plugin.convergence.check import RunFacts, curve_gates, health_gate, learned_gate, rows_gate
 from te_plugin.training import record
 
 STEPS = 120
@@ -99,6 +100,17 @@ def test_a_diverged_run_fails_and_names_the_step(recorded, rng):
     assert gate.passed is False and "step 61" in gate.message
 
 
+def test_what_the_last_update_broke_is_seen_in_the_held_out_loss(rng, tmp_path):
+    """A step's own loss comes before its update; and a verdict that holds NaN is still JSON, which has no NaN."""
+    rows = curve(rng)
+    rows[-1]["val/loss"] = math.nan
+    gate = health_gate(rows)
+    assert gate.passed is False and f"step {STEPS}" in gate.message
+    Verdict("FAIL", "diverged", {"val_loss": math.nan, "gates": [{"gap": [math.inf, -math.inf, 1.5]}]}).save(tmp_path)
+    written = json.loads((tmp_path / "verdict.json").read_text(), parse_constant=pytest.fail)
+    assert written["details"] == {"val_loss": "NaN", "gates": [{"gap": ["Infinity", "-Infinity", 1.5]}]}
+
+
 @pytest.mark.parametrize(
     "field, named", [("recipe_hash", "recipe hash"), ("order_hash", "data order"), ("init_hash", "initial weights")]
 )
@@ -113,10 +125,33 @@ def test_too_few_steps_are_not_judged(recorded, rng):
     assert status(curve(rng)[:20], recorded) is True
 
 
-@pytest.mark.parametrize("kept", [slice(40, None), slice(None, None, 2)])
-def test_a_curve_with_holes_is_not_judged(recorded, rng, kept):
+@pytest.mark.parametrize("kept", [slice(40, None), slice(None, None, 2), slice(None, 50), slice(0, 0)])
+def test_a_curve_with_holes_is_not_judged(rng, kept):
     """Its steps were compared as far as there were any: https://github.com/NVIDIA/Megatron-LM/issues/3097"""
-    assert status(curve(rng)[kept], recorded) is None
+    gate = rows_gate(curve(rng)[kept], STEPS)
+    assert gate.passed is None and f"of {STEPS} steps" in gate.message
+    assert rows_gate(curve(rng), STEPS).passed and rows_gate(curve(rng)[:50], 50).passed
+
+
+def test_a_golden_curve_that_was_cut_judges_nothing(recorded, rng):
+    short = golden.Golden(recorded.header, {name: golden.Arm(name, arm.rows[:50]) for name, arm in recorded.arms.items()})
+    assert status(curve(rng), short) is None and status(curve(rng)[:50], short) is True
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda rows: rows[5].update(band=None), "band=None at step 6 of arm fp8_current"),
+    (lambda rows: rows[5].update(band=0), "band=0 at step 6"),
+    (lambda rows: rows[5].update(loss=math.nan), "loss=nan at step 6"),
+    (lambda rows: rows[5].update(loss="2.0"), "loss='2.0' at step 6"),
+    (lambda rows: rows[5].pop("wide_band"), "wide_band"),
+    (lambda rows: rows.pop(5), "the steps of arm fp8_current are not 1, 2, 3"),
+    (lambda rows: rows.insert(5, dict(rows[5])), "the steps of arm fp8_current are not 1, 2, 3"),
+])  # fmt: skip
+def test_a_golden_curve_that_was_damaged_is_refused_before_the_run(recorded, tmp_path, change, message):
+    change(recorded.arms["fp8_current"].rows)
+    recorded.save(tmp_path / "golden.jsonl")
+    with pytest.raises(GoldenError, match=message):
+        Golden.load(tmp_path / "golden.jsonl")
 
 
 def test_a_model_that_learned_no_context_fails(rng):
@@ -169,6 +204,30 @@ def test_a_band_is_measured_on_whole_twins_or_not_made(rng):
     broken[5]["train/loss"] = math.inf
     with pytest.raises(GoldenError, match="not finite"):
         golden.build({}, {"bf16": curve(rng)}, {"bf16": {"broken": broken}})
+
+
+def test_a_recording_that_was_interrupted_goes_on_with_what_is_not_done(rng, tmp_path, monkeypatch):
+    """A twin that a signal stopped, or that failed, has a verdict too: it runs again instead of standing for a whole one."""
+    monkeypatch.setattr("te_plugin.convergence.golden.recipes_dir", lambda: tmp_path / "recipes")
+    cfg = compose(["recipe=llama_tiny", "check.mode=record", "check.reason=test"], for_run=False)
+    world = SimpleNamespace(size=1, dp_size=1, is_main=True, device=torch.device("cpu"), broadcast_object=lambda value: value)
+    ran = []
+
+    def write(folder, verdict):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in curve(rng, noise=0.01)))
+        verdict.save(folder)
+        return verdict
+
+    def run_twin(cfg, folder):
+        ran.append(folder.name)
+        return write(folder, Verdict("INCONCLUSIVE", "interrupted") if len(ran) == 2 else Verdict("PASS"))
+
+    write(tmp_path / "run", Verdict("PASS"))
+    first = record.record(cfg, tmp_path / "run", FACTS, world, run_twin)
+    assert first.status == "FAIL" and "interrupted" in first.reason and len(ran) == 2
+    assert record.record(cfg, tmp_path / "run", FACTS, world, run_twin).status == "PASS"
+    assert ran[1] == ran[2] and len(ran[1:]) == len(set(ran)), "the interrupted one again, every other one once"
 
 
 def test_smoothing_is_the_mean_of_the_last_window():

@@ -78,6 +78,16 @@ def test_a_killed_run_goes_on_where_the_journal_ends(text_folder, tmp_path):
     assert sorted(file.name for file in entry.iterdir()) == ["lock", "tokens.bin", "tokens.idx"]
 
 
+@pytest.mark.parametrize("journal", ["", "{", "[]", '{"documents": 28}', '{"documents": 28, "tokens": 99999999}'])
+def test_a_journal_that_a_crash_damaged_is_not_believed(text_folder, tmp_path, journal):
+    source = open_source("text", str(text_folder))
+    with pytest.raises(_Killed):
+        tokenise_to_disk(source, _Counting(die_after=28), tmp_path / "cache", _quiet)
+    (next((tmp_path / "cache").iterdir()) / "journal.json").write_text(journal)
+    store = tokenise_to_disk(source, _Counting(), tmp_path / "cache", _quiet)
+    assert _contents(store) == _contents(tokenise(source, ByteTokenizer(), _quiet))
+
+
 def _build(folder, cache, queue):
     tokenizer = _Counting()
     store = tokenise_to_disk(open_source("text", str(folder)), tokenizer, cache, _quiet)

@@ -1,6 +1,7 @@
 """Batches by row number: random access, resuming, the validation split, reports, and refusals."""
 
 import json
+import pwd
 
 import numpy as np
 import pytest
@@ -134,6 +135,18 @@ def test_the_order_of_the_corpus_is_frozen(config):
     assert data.order_hash(100) == "48b837c8d5b5aaac"
 
 
+def test_the_token_hash_follows_every_token_and_no_dtype(random_documents, monkeypatch):
+    documents = random_documents()
+    first = _data(documents).token_hash()
+    assert _data([document.astype(np.uint16) for document in documents]).token_hash() == first
+    changed = [document.copy() for document in documents]
+    changed[7][-1] ^= 1
+    assert _data(changed).token_hash() != first and _data(changed).order_hash(9) == _data(documents).order_hash(9)
+    monkeypatch.setattr(dataset_module, "_HASHED_AT_MOST", 64)
+    monkeypatch.setattr(dataset_module, "_HASHED_BLOCK", 8)
+    assert _data(documents).token_hash() != first  # blocks of it
+
+
 @pytest.mark.report("PrimeIntellect-ai/prime-rl#1957")
 def test_loss_tokens_differ_between_ranks_and_add_up_to_the_whole_batch(random_documents):
     data = _data(random_documents())
@@ -224,7 +237,6 @@ def test_context_parallel_batches_can_be_split_as_they_are(config):
 
 
 def test_text_json_parquet_and_indexed_files_of_the_same_documents_give_the_same_rows(config, tmp_path, texts):
-    pytest.importorskip("datasets")
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     for name in ("text", "json", "parquet"):
         (tmp_path / name).mkdir()
@@ -249,6 +261,15 @@ def test_a_hugging_face_tokenizer_makes_the_rows(config, hf_folder, text_folder)
     assert data.report()["tokenizer"] == f"hf:{folder.name}" and data.report()["bos"] is True
     starts = batch.cu_seqlens_padded[: batch.segments]
     assert set(batch.tokens[starts].tolist()) == {0}, "every document starts with <s>"
+
+
+def test_a_user_without_a_home_directory_keeps_the_tokens_in_memory(config, text_folder, monkeypatch):
+    """A container's user number that no password file knows: https://github.com/dottxt-ai/outlines/pull/1425"""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    assert build_data(config("text", text_folder)).report()["token_cache"] == "none (small input)"
+    monkeypatch.setattr(dataset_module, "PAYS_FROM", 1000)
+    assert build_data(config("text", text_folder)).report()["token_cache"] == "none (this user has no home directory)"
 
 
 def test_large_text_goes_through_the_token_cache_and_small_text_does_not(config, text_folder, tmp_path, monkeypatch):

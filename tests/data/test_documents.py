@@ -65,7 +65,6 @@ def test_json_lines_keep_their_order_and_field(tmp_path, texts):
 
 
 def test_parquet_rows_keep_their_order(tmp_path, texts):
-    pytest.importorskip("datasets")
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pq.write_table(pa.table({"text": texts, "n": list(range(40))}), tmp_path / "a.parquet", row_group_size=7)
     assert [text for _, text in open_source("parquet", str(tmp_path))] == texts
@@ -124,6 +123,8 @@ def test_a_file_that_is_not_utf8_is_named_with_the_byte(tmp_path, prefix, bad):
         (b'{"text": 3}\n', "field 'text' is of type int"),
         (b'{"text": "a"}\n{"text": ""}\n', "record 2 is empty"),
         (b"", "is empty"),
+        (b"\n \n", "is empty"),
+        (b'{"text": "a"}\n' + b"[" * 100_000, "line 2 is no JSON: maximum recursion depth"),
     ],
 )
 def test_broken_json_lines_are_named_with_the_place(tmp_path, content, message):
@@ -134,7 +135,6 @@ def test_broken_json_lines_are_named_with_the_place(tmp_path, content, message):
 
 
 def test_broken_parquet_and_gzip_are_named(tmp_path):
-    pytest.importorskip("datasets")
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"this is no parquet file")
@@ -172,3 +172,76 @@ def test_half_a_character_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b \\ud800 c"}\n')
     with pytest.raises(DataError, match=r"a.jsonl, record 2: field 'text' holds half a character \(surrogate '.ud800'\)"):
         _names_and_texts(open_source("jsonl", str(tmp_path)))
+
+
+@pytest.mark.report("huggingface/datasets#7468")
+@pytest.mark.parametrize("folder", ["a[1]", "a*", "a?b", "a::b", "a b", "{a}"])
+def test_a_path_is_no_pattern(tmp_path, folder):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for name in (folder, "a1", "axb"):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"text": [f"in {name}"]}), tmp_path / name / "a.parquet")
+        (tmp_path / name / "a.jsonl").write_text(json.dumps({"text": f"in {name}"}))
+    for kind in ("parquet", "jsonl"):
+        assert [text for _, text in open_source(kind, str(tmp_path / folder))] == [f"in {folder}"]
+
+
+def test_other_columns_of_parquet_do_not_matter(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    counts = pa.array([[("k", 1)], []], pa.map_(pa.string(), pa.int64()))
+    features = {b"huggingface": b'{"info": {"features": {"text": {"_type": "Unknown"}}}}'}
+    for kind in (pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())):
+        table = pa.table({"counts": counts, "text.length": [1, 1], "text": pa.array(["a", "b"]).cast(kind)})
+        pq.write_table(table.replace_schema_metadata(features), tmp_path / "a.parquet")
+        assert [text for _, text in open_source("parquet", str(tmp_path))] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"text": ["a", None]}, r"a\.parquet, row 2: field 'text' is empty \(null\)"),
+        ({"body": ["a"]}, r"a\.parquet has no field 'text' \(it has: body\)"),
+        ({"text": []}, r"a\.parquet is empty"),
+    ],
+)
+def test_what_is_wrong_in_parquet_is_named_with_the_row(tmp_path, columns, message):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({name: pa.array(values, pa.string()) for name, values in columns.items()}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=message):
+        _names_and_texts(open_source("parquet", str(tmp_path)))
+
+
+@pytest.mark.report("cytomining/CytoTable#440", "allenai/ir_datasets#160")
+def test_folders_behind_links_are_searched_and_read_once(tmp_path):
+    far, root = tmp_path / "far", tmp_path / "root"
+    (far / "deep").mkdir(parents=True)
+    root.mkdir()
+    (root / "a.txt").write_text("near")
+    (far / "deep" / "b.txt").write_text("far")
+    (root / "disk1").symlink_to(far)
+    (root / "same").symlink_to(far / "deep")
+    (root / "loop").symlink_to(root)
+    (far / "back").symlink_to(root)
+    assert [(name[len(str(root)) :], text) for name, text in open_source("text", str(root))] == [
+        ("/a.txt", "near"), ("/disk1/deep/b.txt", "far")]  # fmt: skip
+
+
+def test_files_that_would_be_left_out_are_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"gone\.jsonl is no file that can be read"):
+        open_source("jsonl", str(tmp_path))
+    (tmp_path / "gone.jsonl").unlink()
+    for name in ("b.jsonl.zst", "B.JSON.XZ"):
+        (tmp_path / name).write_bytes(b"packed")
+        with pytest.raises(DataError, match=rf"{name} is packed in a form that is not read here"):
+            open_source("jsonl", str(tmp_path))
+        (tmp_path / name).unlink()
+    (tmp_path / "a.jsonl.zst").write_bytes(b"what a.jsonl was unpacked from")
+    (tmp_path / "c.txt.gz").write_bytes(b"of another kind")
+    assert len(_names_and_texts(open_source("jsonl", str(tmp_path)))) == 1
+
+
+def test_the_case_of_an_ending_does_not_matter(tmp_path):
+    (tmp_path / "A.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "a"}'))
+    assert [text for _, text in open_source("jsonl", str(tmp_path))] == ["a"]

@@ -20,9 +20,9 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch, tmp_path, hf_fol
     folder = hf_folder()
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     (tmp_path / "tokenizer.model").write_text("")
-    for name in ("datasets", "tokenizers", "tiktoken"):
+    for name in ("pyarrow", "tokenizers", "tiktoken"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(DataError, match=r"needs the package 'datasets'.*te_plugin\[data\]"):
+    with pytest.raises(DataError, match=r"needs the package 'pyarrow'.*te_plugin\[data\]"):
         list(open_source("parquet", str(tmp_path)))
     with pytest.raises(DataError, match=r"needs the package 'tokenizers'.*te_plugin\[data\]"):
         load_tokenizer("hf", str(folder))

@@ -78,6 +78,9 @@ def _damage(file, change):
         (".idx", lambda raw: raw[:-8] + bytes(8), "must rise from 0 to the number of sequences 50"),
         (".idx", lambda raw: raw[:34] + b"\xff\xff\xff\xff" + raw[38:], "negative or misaligned"),
         (".bin", lambda raw: raw[:-2], "the file is cut"),
+        (".bin", lambda raw: raw[:-1], "the file is cut"),
+        (".bin", lambda raw: b"", "the file is cut"),
+        (".idx", lambda raw: raw[:242] + (2**63 - 2).to_bytes(8, "little") + raw[250:], "needs 92233720.*: the file is cut"),
     ],
 )
 def test_damaged_files_are_refused_with_the_reason(tmp_path, random_documents, ending, change, message):
@@ -85,6 +88,14 @@ def test_damaged_files_are_refused_with_the_reason(tmp_path, random_documents, e
     _damage(tmp_path / f"data{ending}", lambda raw: change(bytes(raw)))
     with pytest.raises(DataError, match=message):
         read_indexed(tmp_path / "data")
+
+
+def test_bytes_behind_the_last_document_are_nobodys(tmp_path, random_documents):
+    documents = random_documents()
+    write_indexed(tmp_path / "data", documents, 384)
+    _damage(tmp_path / "data.bin", lambda raw: bytes(raw) + b"\xff\xff\xff")
+    store = read_indexed(tmp_path / "data")
+    assert all(np.array_equal(store.read(number), document) for number, document in enumerate(documents))
 
 
 def test_a_missing_half_of_the_pair_is_named(tmp_path, random_documents):

@@ -132,3 +132,33 @@ def test_hugging_face_folders_that_cannot_work_are_refused(hf_folder, tmp_path):
     (broken / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
     with pytest.raises(DataError, match="cannot be read as a tokenizer"):
         load_tokenizer("hf", str(broken))
+
+
+@pytest.mark.report("huggingface/tokenizers#644")
+def test_a_tokenizer_that_draws_its_ids_is_refused(hf_folder):
+    """With BPE dropout every process, and every start of a run, would read other tokens."""
+    file = hf_folder() / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["dropout"] = 0.1
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="has dropout=0.1.*a text would get other ids at every reading"):
+        load_tokenizer("hf", str(file.parent))
+    content["model"]["dropout"] = 0.0
+    file.write_text(json.dumps(content))
+    assert load_tokenizer("hf", str(file.parent)).eos_id == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ([], "tokenizer_config.json holds no keys"),
+        ({"eos_token": ["</s>"]}, r"eos_token is \['</s>'\], expected one token"),
+        ({"eos_token": {"content": 5}}, "eos_token is 5"),
+        ({"eos_token": {"lstrip": True}}, "names no eos_token"),
+    ],
+)
+def test_special_tokens_of_another_kind_are_named(hf_folder, config, message):
+    folder = hf_folder()
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=message):
+        load_tokenizer("hf", str(folder))

@@ -42,11 +42,12 @@ def megatron_logits(folder, tokens: torch.Tensor) -> torch.Tensor:
     return logits.reshape(len(tokens), -1)
 
 
-@pytest.mark.parametrize("rope", ["plain", "llama3"])
-def test_hugging_face_folder_gives_the_logits_of_transformers(tmp_path, rope):
+@pytest.mark.report("NVIDIA/Megatron-LM#6305")
+@pytest.mark.parametrize("factor", [None, 8.0, 32.0])
+def test_hugging_face_folder_gives_the_logits_of_transformers(tmp_path, factor):
     changes = {}
-    if rope == "llama3":
-        changes = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    if factor is not None:
+        changes = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, "low_freq_factor": 1.0,
                                        "high_freq_factor": 4.0, "original_max_position_embeddings": 16}}
     model = small_llama(**changes)
     model.save_pretrained(tmp_path / "hf")
@@ -64,11 +65,14 @@ def test_rotary_rows_are_put_back_in_halves():
     assert pairs_to_halves(rows, 1)[:, 0].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
 
 
+@pytest.mark.report("deepspeedai/DeepSpeed#8341")
 @pytest.mark.parametrize("change, message", [
     ({"model_type": "gpt2"}, "gpt2"),
     ({"attention_bias": True}, "attention_bias"),
     ({"hidden_act": "gelu"}, "hidden_act"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+    ({"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}}, "rope_parameters has factor and no rope_type"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "llama3", "factor": 8.0}}}, "has full_attention and no rope_type"),
     ({"num_hidden_layers": 3}, "model.layers.2"),
     ({"intermediate_size": 512}, "gate_proj"),
 ])
@@ -187,12 +191,18 @@ def test_a_file_that_lies_beside_the_model_is_not_part_of_it(tmp_path):
 
 @pytest.mark.parametrize("name, damage, message", [
     ("config.json", lambda raw: b"{", "config.json cannot be read as JSON"),
+    ("config.json", lambda raw: b"[]", "config.json is \\[\\] where keys are expected"),
     ("config.json", lambda raw: raw.replace(b"rms_norm_eps", b"rms_eps"), "does not say rms_norm_eps"),
+    ("config.json", lambda raw: raw.replace(b'hidden_layers": 2', b'hidden_layers": "2"'), "num_hidden_layers is '2'"),
+    ("config.json", lambda raw: raw.replace(b'attention_heads": 2', b'attention_heads": 0'), "num_attention_heads is 0"),
+    ("model.safetensors.index.json", lambda raw: b"{}", "weight_map is None where keys are expected"),
+    ("model.safetensors.index.json", lambda raw: b'{"weight_map": {"model.norm.weight": "../a"}}', "names '../a', which is no"),
+    ("model.safetensors.index.json", lambda raw: b'{"weight_map": {"model.norm.weight": 5}}', "names 5, which is no file of"),
     ("model.safetensors", lambda raw: raw[:-100], "model.safetensors cannot be read"),
 ])
 def test_a_damaged_folder_is_one_clear_error(tmp_path, name, damage, message):
     path = stored(tmp_path) / name
-    path.write_bytes(damage(path.read_bytes()))
+    path.write_bytes(damage(path.read_bytes() if path.exists() else b""))
     with pytest.raises(ConfigError, match=message):
         import_weights(tmp_path / "hf", tmp_path / "out")
 
@@ -202,3 +212,61 @@ def test_a_file_that_is_no_gguf_is_one_clear_error(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"x")
     with pytest.raises(ConfigError, match="model.gguf cannot be read"):
         import_weights(tmp_path / "model.gguf", tmp_path / "out")
+
+
+def test_a_folder_named_like_the_unfinished_one_is_not_removed(tmp_path):
+    folder = stored(tmp_path)
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "mine").write_text("of the user")
+    with pytest.raises(ConfigError, match="out.partial exists: an import was killed there"):
+        import_weights(folder, tmp_path / "out")
+    assert (tmp_path / "out.partial" / "mine").read_text() == "of the user"
+
+
+def test_weights_beyond_bf16_are_refused(tmp_path):
+    folder = stored(tmp_path, lambda weights: weights["model.norm.weight"].fill(3.4e38))
+    with pytest.raises(ConfigError, match="model.norm.weight holds values that are not finite in bf16"):
+        import_weights(folder, tmp_path / "out")
+    import_weights(folder, tmp_path / "out", dtype="fp32")
+
+
+def gguf_file(path, drop=(), **changes):
+    """A one-layer llama of zeros as GGUF; changes: header values by their key after `llama.`."""
+    gguf = pytest.importorskip("gguf")
+    header = {"block_count": 1, "embedding_length": 64, "attention.head_count": 2, "attention.head_count_kv": 1,
+              "feed_forward_length": 128, "attention.layer_norm_rms_epsilon": 1e-5, "rope.dimension_count": 32} | changes
+    sizes = {"attn_norm": (64,), "attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64),
+             "ffn_norm": (64,), "ffn_gate": (128, 64), "ffn_up": (128, 64), "ffn_down": (64, 128)}
+    tensors = {"token_embd": (384, 64), "output_norm": (64,), **{f"blk.0.{name}": size for name, size in sizes.items()}}
+    writer = gguf.GGUFWriter(str(path), "llama")
+    for key, value in header.items():
+        add = {list: writer.add_array, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        if key not in drop:
+            add(f"llama.{key}", value)
+    for name, size in tensors.items():
+        if name not in drop:
+            writer.add_tensor(f"{name}.weight", np.zeros(size, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_of_a_plain_llama_is_read(tmp_path):
+    model = import_weights(gguf_file(tmp_path / "a.gguf"), tmp_path / "out")
+    assert (model.num_layers, model.head_dim, model.num_kv_heads, model.tie_embeddings, model.norm_eps) == (1, 32, 1, True, 1e-5)
+
+
+@pytest.mark.parametrize("drop, changes, message", [
+    (["attention.head_count"], {}, "does not say attention.head_count"),
+    ([], {"attention.head_count": [2, 2]}, r"attention.head_count is \[2, 2\]"),
+    (["attention.layer_norm_rms_epsilon"], {}, "does not say attention.layer_norm_rms_epsilon"),
+    ([], {"rope.dimension_count": 16}, "rotates 16 of 32 elements"),
+    (["token_embd"], {}, "holds no matrix token_embd.weight; the first file of a split model"),
+    (["blk.0.ffn_up"], {}, "lacks 1 of 11 weights, the first is model.layers.0.mlp.up_proj"),
+], ids=["no heads", "heads by layer", "no eps", "partial rotary", "no embedding", "no weight"])
+def test_a_gguf_that_is_no_whole_plain_llama_is_one_clear_error(tmp_path, drop, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        import_weights(gguf_file(tmp_path / "a.gguf", drop, **changes), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -168,19 +168,6 @@ def test_second_derivatives_through_fp8_are_refused_and_not_zero(function):
         jax.grad(lambda x: (jax.grad(loss)(x) ** 2).sum())(x)
 
 
-def test_flags_are_true_or_false():
-    """The text "false" is true: it rounded scales to powers of two, and asked for deterministic kernels."""
-    x, w, cu = jnp.ones((8, 128)), jnp.ones((1, 128, 128)), jnp.array([0, 8], jnp.int32)
-    q = x[:, None]
-    for flag, call in (
-            ("pow2_scale", lambda: tj.linear(x, w[0], precision="fp8_current", pow2_scale="false")),
-            ("pow2_scale", lambda: tj.grouped_linear(x, w, jnp.array([8]), "fp8_current", pow2_scale="false")),
-            ("transpose", lambda: tj.quantize(x, transpose="false")),
-            ("deterministic", lambda: tj.attention(q, q, q, cu_seqlens_q=cu, deterministic="false"))):
-        with pytest.raises(ValueError, match=f"{flag}='false' must be True or False"):
-            call()
-
-
 def test_shapes_that_are_no_matrices_are_refused_with_those_that_are_taken():
     x, w = jnp.ones((4, 128)), jnp.ones((128, 128))
     for arguments, says in ((([[1.0]], w), "x is a list"), ((jnp.float32(1), w), r"got \(\)"), ((x, w[None]), r"\(1, 128")):
@@ -217,3 +204,23 @@ def test_float32_products_are_not_left_to_tensor_cores_of_fewer_bits(function):
     program = str(jax.make_jaxpr(jax.grad(run))(x))
     assert program.count("dot_general[") >= 2
     assert program.count("dot_general[") == program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
+@pytest.mark.parametrize("call", [
+    lambda v: tj.linear(jnp.ones((16, 64)), jnp.ones((64, 64)), precision="fp8_current", pow2_scale=v),
+    lambda v: tj.grouped_linear(jnp.ones((16, 64)), jnp.ones((1, 64, 64)), jnp.array([16]), "fp8_current", pow2_scale=v),
+    lambda v: tj.quantize(jnp.ones((16, 64)), pow2_scale=v),
+    lambda v: tj.attention(*[jnp.ones((16, 2, 32))] * 3, cu_seqlens_q=jnp.array([0, 16], jnp.int32), return_lse=v),
+], ids=["linear", "grouped_linear", "quantize", "attention"])  # fmt: skip
+def test_flags_are_true_or_false(call):
+    with pytest.raises(ValueError, match="='no' must be True or False"):
+        call("no")
+
+
+def test_scales_cannot_be_chosen_where_none_is_computed():
+    x, w = jnp.ones((16, 64)), jnp.ones((64, 64))
+    for precision, options in (("bf16", {}), ("fp8_delayed", {"scales": jnp.ones(3)})):
+        with pytest.raises(ValueError, match=f"pow2_scale=True: precision {precision}"):
+            tj.linear(x, w, precision=precision, pow2_scale=True, **options)
+    with pytest.raises(ValueError, match="pow2_scale=True: precision bf16 has no scales"):
+        tj.grouped_linear(x, w[None], jnp.array([16]), pow2_scale=True)
+    with pytest.raises(ValueError, match="pow2_scale=True: scale is given"):
+        tj.quantize(x, scale=jnp.ones(1), pow2_scale=True)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import resource
 import signal
 
@@ -50,6 +51,20 @@ def test_unfinished_checkpoints_are_ignored_and_removed_by_the_next_save(tmp_pat
     assert ckpt.latest(tmp_path).step == 2
     save(tmp_path, 6)
     assert not (folder / ".step_00000004.tmp").exists() and ckpt.latest(tmp_path).step == 6
+
+
+@pytest.mark.report("nvidia-cosmos/cosmos-rl#555")
+def test_an_older_checkpoint_that_cannot_be_removed_does_not_end_the_run(tmp_path, monkeypatch, capsys):
+    """NFS keeps a file that somebody has open; the next save tries again."""
+    save(tmp_path, 2)
+    save(tmp_path, 4)
+    with monkeypatch.context() as busy:
+        busy.setattr(ckpt.shutil, "rmtree", lambda path, ignore_errors=False: ignore_errors or os.rmdir(path))
+        save(tmp_path, 6)
+    assert "older checkpoints cannot be removed: [Errno 39] Directory not empty" in capsys.readouterr().err
+    assert ckpt.latest(tmp_path).step == 6
+    save(tmp_path, 8)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_00000006", "step_00000008"]
 
 
 @pytest.mark.report("NVIDIA/Megatron-LM#709")
@@ -188,13 +203,17 @@ def test_what_is_left_of_a_removed_checkpoint_is_neither_read_nor_in_the_way(sma
     assert [c.step for c in ckpt.list_checkpoints(run / "checkpoints")] == [8, 10]
 
 
-@pytest.mark.parametrize("name, message", [("state.json", "state.json cannot be read"), (".metadata", ".metadata is damaged")])
-def test_a_damaged_checkpoint_is_one_clear_error(small, tmp_path, name, message):
+@pytest.mark.parametrize("name, text, message", [
+    ("state.json", "x", "state.json cannot be read"), ("state.json", "{}", "it does not say its step"),
+    ("state.json", "[]", "it does not say its step"), (".metadata", "x", ".metadata is damaged"),
+    ("__0_0.distcp", "", "cannot be read: .*remove that folder to go on from an older checkpoint"),
+])  # fmt: skip
+def test_a_damaged_checkpoint_is_one_clear_error(small, tmp_path, name, text, message):
     run = tmp_path / "run"
     train(small("schedule.stop_after_steps=4"), run)
-    (run / "checkpoints/step_00000004" / name).write_text("x")
+    (run / "checkpoints/step_00000004" / name).write_text(text)
     try:
         reason = train(small("run.resume=true", f"run.dir={run}"), run).reason
     except CheckpointError as error:
         reason = str(error)
-    assert message in reason
+    assert re.search(message, reason), reason

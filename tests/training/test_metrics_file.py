@@ -66,6 +66,30 @@ def test_appending_after_a_half_written_line_starts_a_clean_line(tmp_path):
     assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2]
 
 
+@pytest.mark.parametrize("line", [b"5", b"[]", b'{"train/loss": 1.0}', b'{"step": "3"}', b"\xff\xfe", b"\0" * 40, b"null"])
+def test_a_line_that_is_no_row_is_named_and_only_at_the_end_forgiven(tmp_path, line):
+    """A crash of the machine leaves zero bytes; an editor leaves anything."""
+    file = MetricsFile(tmp_path)
+    file.append(row(1))
+    file.close()
+    file.path.write_bytes(file.path.read_bytes() + line)
+    assert [r["step"] for r in read_metrics(tmp_path)] == [1]
+    file.path.write_bytes(file.path.read_bytes() + b"\n")
+    with pytest.raises(MetricsError, match=":2: not a JSON row"):
+        read_metrics(tmp_path)
+
+
+def test_steps_that_do_not_go_up_and_numbers_that_are_missing_are_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "train/loss": "NaN"}\n{"step": 2, "train/loss": 1}\n')
+    assert len(read_metrics(path, ["train/loss"])) == 2
+    with pytest.raises(MetricsError, match=":1: .*it has no number 'val/loss'"):
+        read_metrics(path, ["train/loss", "val/loss"])
+    path.write_text(path.read_text() * 2)
+    with pytest.raises(MetricsError, match=":3: .*step 1 after step 2"):
+        read_metrics(path)
+
+
 def test_damage_in_the_middle_is_an_error_that_names_the_line(tmp_path):
     file = MetricsFile(tmp_path)
     for step in (1, 2, 3):

@@ -1,5 +1,6 @@
 """A run directory holds the truth about a run, and a run that was broken off continues bit for bit."""
 
+import errno
 import json
 import os
 import signal
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from te_plugin.config import load, to_yaml
+from te_plugin.commands.launch import make_run_dir
+from te_plugin.config import ConfigError, load, to_yaml
 from te_plugin.convergence import Verdict
 from te_plugin.training import read_metrics
 from te_plugin.training.checkpoint import latest, list_checkpoints
@@ -140,6 +142,88 @@ def test_resume_before_the_first_checkpoint_starts_again_without_duplicates(smal
     assert [r["step"] for r in read_metrics(early)] == list(range(1, 11))
 
 
+ENDLESS = """
+import sys, time
+from te_plugin.config import load
+from te_plugin.training import loop, run
+def record(self, step, *rest):
+    print("first step", flush=True)
+    time.sleep(600)
+loop.Loop._record = record
+run.train(load(sys.argv[1] + "/config.resolved.yaml"), sys.argv[1])
+"""
+
+
+@pytest.mark.report("TheMorpheus407/RepoLens#222")
+def test_a_directory_that_a_run_writes_is_left_alone_until_that_run_is_gone(small, tmp_path):
+    """Neither a second start nor the launcher's new configuration touches it; a killed run holds nothing back."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.resolved.yaml").write_text(to_yaml(small(f"run.dir={run}")))
+    first = subprocess.Popen([sys.executable, "-c", ENDLESS, str(run)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    try:
+        assert b"first step" in first.stdout.read(len("first step"))
+        again = small("run.resume=true", f"run.dir={run}", "optim.lr=1e-4")
+        before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
+        with pytest.raises(RunDirError, match=f"is being written by process {first.pid} on .*wait until that run has ended"):
+            train(again, run)
+        with pytest.raises(ConfigError, match=f"is being written by process {first.pid}"):
+            make_run_dir(again)
+        assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+    finally:
+        first.kill()
+        first.wait()
+    assert train(small("run.resume=true", f"run.dir={run}"), make_run_dir(again)).status == "PASS"
+
+
+@pytest.mark.parametrize("kept", [0, 2, None])
+def test_a_run_whose_rows_were_lost_is_not_judged(small, tmp_path, kept):
+    """The checkpoint knows more steps than metrics.jsonl: what is left of the curve must not stand for the run."""
+    train(small("schedule.stop_after_steps=4"), tmp_path)
+    metrics = tmp_path / "metrics.jsonl"
+    if kept is None:
+        metrics.unlink()
+    else:
+        metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:kept]))
+    verdict = train(small("run.resume=true", f"run.dir={tmp_path}", "schedule.stop_after_steps=4"), tmp_path)
+    assert (verdict.exit_code, "of 4 steps" in verdict.reason) == ((2, True) if kept else (1, False))
+
+
+def test_a_disk_that_is_full_before_the_first_step_is_one_message(small, tmp_path, monkeypatch):
+    def full(path, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr("te_plugin.training.run.write_json", full)
+    with pytest.raises(RunDirError, match="the run directory .* cannot be written: .*No space left"):
+        train(small(), tmp_path / "run")
+
+
+UNREAD = """
+import sys
+from te_plugin.training.worker import main
+code = main(sys.argv[1:])
+sys.stdout = None  # a full disk would also refuse Python's last flush
+sys.exit(code)
+"""
+
+
+@pytest.mark.report("sosreport/sos#4465")
+@pytest.mark.parametrize("reader", ["gone", "full"])
+def test_a_run_goes_on_when_nobody_reads_what_it_prints(small, tmp_path, reader):
+    """`te-plugin train ... | head`, and a log on a full disk; the exit code is the verdict's."""
+    (tmp_path / "config.resolved.yaml").write_text(to_yaml(small()))
+    if reader == "gone":
+        read, write = os.pipe()
+        os.close(read)
+    else:
+        write = os.open("/dev/full", os.O_WRONLY)
+    done = subprocess.run([sys.executable, "-c", UNREAD, str(tmp_path)], stdout=write, stderr=subprocess.PIPE, text=True,
+                          cwd=Path(__file__).parents[2])  # fmt: skip
+    os.close(write)
+    assert done.returncode == 0 and "BrokenPipe" not in done.stderr, done.stderr
+    assert Verdict.load(tmp_path).status == "PASS" and len(read_metrics(tmp_path)) == 10
+
+
 def test_a_changed_learning_rate_on_resume_goes_on_and_is_recorded(small, tmp_path):
     train(small("schedule.stop_after_steps=4"), tmp_path)
     train(small("run.resume=true", f"run.dir={tmp_path}", "optim.lr=1e-3"), tmp_path)
@@ -187,8 +271,14 @@ def test_a_run_is_not_continued_on_other_rows(small, tmp_path):
     with pytest.raises(RunDirError, match="documents were added, removed or changed"):
         train(small(*data, "run.resume=true", f"run.dir={run}"), run)
     (texts / "00a.txt").unlink()
+    before = (texts / "07.txt").read_text()
+    (texts / "07.txt").write_text(before.upper())  # as long as it was: the order of rows is the same
+    with pytest.raises(RunDirError, match="token_hash .*: documents were added, removed or changed"):
+        train(small(*data, "run.resume=true", f"run.dir={run}"), run)
+    (texts / "07.txt").write_text(before)
     with pytest.raises(RunDirError, match="stands at row 16 after 4 steps, and schedule.global_rows=8 makes them 32"):
         train(small(*data, "run.resume=true", f"run.dir={run}", "schedule.global_rows=8", "schedule.tokens=10240"), run)
+    assert Verdict.load(run).status == "PASS", "what was refused leaves the run as it was"
     assert train(small(*data, "run.resume=true", f"run.dir={run}"), run).status == "PASS"
     assert [row["step"] for row in read_metrics(run)] == list(range(1, 11))
 

@@ -94,6 +94,18 @@ def test_comparing_unpaired_runs_says_so_and_bad_folders_are_refused(small, tmp_
         compare_runs(tmp_path / "a", tmp_path)
 
 
+@pytest.mark.report("pytorch/torchtitan#4167", "huggingface/transformers#39241")
+def test_the_held_out_loss_is_a_mean_over_tokens_whatever_the_batches_are(small, tmp_path):
+    """7 rows in batches of 1, 2 and 4: a mean of batch means would give the last, smaller batch too much weight."""
+    losses = []
+    for rows in (1, 2, 4):
+        folder = tmp_path / str(rows)
+        short = ["precision=fp32", "schedule.stop_after_steps=1", "schedule.eval_rows=7"]
+        train(small(*short, f"schedule.micro_rows={rows}"), folder)
+        losses.append(read_metrics(folder)[-1]["val/loss"])
+    assert max(losses) - min(losses) < 1e-6 * losses[0]
+
+
 def test_evaluation_in_bf16_leaves_fp8_state_alone(small, tmp_path):
     """More evaluations must not change the curve: they advance no amax history and no weight cache."""
     base = ["precision=fp8_delayed", "precision.amax_history_len=4"]

@@ -275,7 +275,14 @@ def test_a_folder_of_runs_named_wandb_is_not_the_package(tmp_path, monkeypatch):
         resolve_mode("wandb")
 
 
-def test_a_damaged_tracking_file_is_named(tmp_path):
-    (tmp_path / "tracking.json").write_text('{"mode":')
+def test_sync_without_rows_says_so(tmp_path):
+    Tracker(tmp_path).finish()
+    with pytest.raises(TrackingError, match="has no metrics.jsonl: there are no rows to send"):
+        sync(tmp_path, mode="wandb_offline")
+
+
+@pytest.mark.parametrize("text", ['{"mode":', "", "[]", "{}", '{"identity": {"run_id": "a", "tags": [], "unknown": 1}}'])
+def test_a_damaged_tracking_file_is_named(tmp_path, text):
+    (tmp_path / "tracking.json").write_text(text)
     with pytest.raises(TrackingError, match="tracking.json cannot be read .*remove it"):
         Tracker(tmp_path)
