@@ -1,4 +1,5 @@
 // SwiGLU: y = silu(gate) * up for x = [gate | up], FP32 inside.
+#include "export.h"
 #include "row_kernels.h"
 #include "rows.h"
 #include "tensor.h"
@@ -40,7 +41,7 @@ void swiglu_backward(TensorView dy, TensorView x, TensorView dx) {
   });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(swiglu_forward, swiglu_forward);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(swiglu_backward, swiglu_backward);
+TE_EXPORT(swiglu_forward);
+TE_EXPORT(swiglu_backward);
 
 }  // namespace te

@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "attention_segments.h"
+#include "export.h"
 #include "parallel.h"
 #include "tensor.h"
 
@@ -116,8 +117,8 @@ void attention_backward(TensorView dout, TensorView q, TensorView k, TensorView 
   zero_rows(dv, segments.k_gaps);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(attention_forward, attention_forward);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(attention_backward, attention_backward);
+TE_EXPORT(attention_forward);
+TE_EXPORT(attention_backward);
 
 }  // namespace
 }  // namespace te

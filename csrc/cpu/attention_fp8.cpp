@@ -9,6 +9,7 @@
 
 #include "attention_segments.h"
 #include "convert.h"
+#include "export.h"
 #include "parallel.h"
 #include "scaling.h"
 #include "tensor.h"
@@ -261,9 +262,9 @@ void attention_fp8_backward(TensorView dout, TensorView q, TensorView k, TensorV
   zero_rows(dv, segments.k_gaps);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(attention_quantize, attention_quantize);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(attention_fp8_forward, attention_fp8_forward);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(attention_fp8_backward, attention_fp8_backward);
+TE_EXPORT(attention_quantize);
+TE_EXPORT(attention_fp8_forward);
+TE_EXPORT(attention_fp8_backward);
 
 }  // namespace
 }  // namespace te

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "export.h"
 #include "gemm_kernels.h"
 #include "parallel.h"
 #include "rows.h"
@@ -112,7 +113,7 @@ void grouped_gemm_wgrad(TensorView dy, TensorView x, TensorView group_sizes, Ten
   });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_gemm, grouped_gemm);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_gemm_wgrad, grouped_gemm_wgrad);
+TE_EXPORT(grouped_gemm);
+TE_EXPORT(grouped_gemm_wgrad);
 
 }  // namespace te

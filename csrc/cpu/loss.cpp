@@ -1,4 +1,5 @@
 // Cross-entropy per token, FP32 inside. Tokens with label -100 have loss 0 and gradient exactly 0, whatever their logits hold.
+#include "export.h"
 #include "row_kernels.h"
 #include "rows.h"
 #include "tensor.h"
@@ -57,7 +58,7 @@ void cross_entropy_backward(TensorView dloss, TensorView logits, TensorView labe
   });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(cross_entropy_forward, cross_entropy_forward);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(cross_entropy_backward, cross_entropy_backward);
+TE_EXPORT(cross_entropy_forward);
+TE_EXPORT(cross_entropy_backward);
 
 }  // namespace te

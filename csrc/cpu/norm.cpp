@@ -6,6 +6,7 @@
 #include <cmath>
 #include <vector>
 
+#include "export.h"
 #include "parallel.h"
 #include "row_kernels.h"
 #include "rows.h"
@@ -99,9 +100,9 @@ void rms_norm_residual_backward(TensorView dy, TensorView dh, TensorView h, Tens
   backward(dy, &dh, h, w, rstd, dx, dw, "h");
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_forward, rms_norm_forward);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_residual_forward, rms_norm_residual_forward);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_backward, rms_norm_backward);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_residual_backward, rms_norm_residual_backward);
+TE_EXPORT(rms_norm_forward);
+TE_EXPORT(rms_norm_residual_forward);
+TE_EXPORT(rms_norm_backward);
+TE_EXPORT(rms_norm_residual_backward);
 
 }  // namespace te

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "export.h"
 #include "parallel.h"
 #include "quantize_kernels.h"
 #include "scaling.h"
@@ -530,10 +531,10 @@ void dequantize(TensorView data_in, TensorView scale_inv, TensorView y, int64_t 
   });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize, quantize);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_transpose, quantize_transpose);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_with_scale, quantize_with_scale);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_with_scale_transpose, quantize_with_scale_transpose);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(dequantize, dequantize);
+TE_EXPORT(quantize);
+TE_EXPORT(quantize_transpose);
+TE_EXPORT(quantize_with_scale);
+TE_EXPORT(quantize_with_scale_transpose);
+TE_EXPORT(dequantize);
 
 }  // namespace te

@@ -2,6 +2,7 @@
 // the gradient. A token's sines and cosines are made once for all its heads.
 #include <vector>
 
+#include "export.h"
 #include "row_kernels.h"
 #include "rows.h"
 #include "tensor.h"
@@ -40,6 +41,6 @@ void rope(TensorView x, TensorView positions, TensorView inv_freq, TensorView y,
   });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(rope, rope);
+TE_EXPORT(rope);
 
 }  // namespace te

@@ -15,6 +15,7 @@ from te_plugin.jax import composite_attention, launches, xla_attention
 from te_plugin.jax.call import dtype_name, launch, shape_of, target_of_backend
 from te_plugin.ops.attention.cudnn import rows_one_by_one
 from te_plugin.ops.attention.problem import AttentionProblem, checked_window
+from te_plugin.ops.checks import check_flags
 from te_plugin.plan import Plan, plan
 
 # Kernels without a library of ours: a module each, with the forward and backward of the contract of the planned kernels.
@@ -145,6 +146,7 @@ def attention(
             raise ValueError(f"{name} must be int32[N+1], the first entry 0; got {x!r}")
         if x.dtype != jnp.int32 or x.shape != cu_q.shape:
             raise ValueError(f"{name} must be int32[{cu_q.shape[0]}], got {x.dtype}{list(x.shape)}")
+    check_flags(deterministic=deterministic, return_lse=return_lse)
     options = AttentionOptions.of(
         mask=mask,
         window=window,

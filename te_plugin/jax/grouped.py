@@ -18,8 +18,9 @@ from te_plugin.jax.call import dtype_name, first_derivative_only, launch, shape_
 from te_plugin.jax.linear import LAYOUTS
 from te_plugin.jax.pointwise import check_integers
 from te_plugin.jax.quantize import QuantizedArray, dequantize, quantize
+from te_plugin.ops.checks import check_flags
 from te_plugin.ops.grouped_gemm.problem import GroupedGemmProblem
-from te_plugin.ops.linear_checks import check_features
+from te_plugin.ops.linear_checks import check_features, check_pow2
 from te_plugin.plan import Plan, PlanError, plan
 
 PRECISIONS = ("fp32", "bf16", *(name for name, kind in numerics.SCALINGS.items() if not kind.delayed))
@@ -220,6 +221,8 @@ def grouped_linear(
         )
     check_integers("grouped_linear: group_sizes", group_sizes)
     check_features(weight.shape[k_axis], weight.shape[3 - k_axis], precision)
+    check_flags(pow2_scale=pow2_scale)
+    check_pow2(precision, pow2_scale)
     if dtype_name(x) == "fp32" and precision == "bf16":
         precision = "fp32"
     options, sizes = GroupedOptions(precision, layout, pow2_scale, kernel, fallback), group_sizes.astype(jnp.int32)

@@ -15,7 +15,8 @@ from te_plugin import numerics
 from te_plugin.jax.call import first_derivative_only, target_of_backend
 from te_plugin.jax.gemm import Operand, along_columns, along_rows, matmul, needs_transpose
 from te_plugin.jax.quantize import quantize
-from te_plugin.ops.linear_checks import check_features
+from te_plugin.ops.checks import check_flags
+from te_plugin.ops.linear_checks import check_features, check_pow2
 
 LAYOUTS = ("nk", "kn")
 OPERANDS = ("activation", "weight", "gradient")
@@ -76,7 +77,7 @@ def _quantize(x, operand: str, scales, o: LinearOptions):
         kind.format(operand).name,
         granularity,
         scale=scale,
-        pow2_scale=o.pow2_scale and not kind.delayed,
+        pow2_scale=o.pow2_scale,
         transpose=needs_transpose(granularity),
         fallback=o.fallback,
     )
@@ -143,6 +144,8 @@ def linear(
         raise ValueError(f"bias has shape {bias.shape}, weight[{','.join(layout.upper())}] has N={n}")
     kind = numerics.scaling(precision)
     check_features(k, n, precision)
+    check_flags(pow2_scale=pow2_scale)
+    check_pow2(precision, pow2_scale)
     flat = x.reshape(-1, k)
     options = LinearOptions(precision, layout, pow2_scale, kernel, fallback)
     if kind is None:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from te_plugin import numerics
 from te_plugin.jax.call import dtype_name, launch, shape_of, target_of_backend
 from te_plugin.jax.sharding import partitioned, split_axes
+from te_plugin.ops.checks import check_flags
 from te_plugin.ops.quantize.problem import QuantizeProblem, check_granularity, scale_shape
 from te_plugin.plan import plan
 
@@ -106,6 +107,9 @@ def quantize(
     """
     if x.ndim != 2:
         raise ValueError(f"quantize takes x[R,C], got shape {x.shape}")
+    check_flags(pow2_scale=pow2_scale, transpose=transpose)
+    if scale is not None and pow2_scale:
+        raise ValueError("pow2_scale=True: scale is given, so none is computed; leave one of them out")
     options = _Cast(dtype, granularity, pow2_scale, transpose, scale is not None, kernel, fallback)
     _plan_of(x, options)  # refused here, where the caller is in the traceback
     operands = [jax.lax.stop_gradient(x)]

@@ -1,4 +1,4 @@
-"""Reasons that several ops share. Each helper but the last returns None when there is nothing to say."""
+"""Reasons that several ops share (each helper but the last two returns None when there is nothing to say), and flags."""
 
 from __future__ import annotations
 
@@ -28,3 +28,10 @@ def pointwise_maths(problem, target: Target) -> Supported | Unsupported:
         wrong_dtype(problem.dtype, *FLOAT_DTYPES),
     )
     return Unsupported(reason) if reason else Supported("framework maths")
+
+
+def check_flags(**flags) -> None:
+    """ValueError for a flag that is neither True nor False: "no" and "none" would count as true."""
+    for name, value in flags.items():
+        if value is not True and value is not False:
+            raise ValueError(f"{name}={value!r} must be True or False")

@@ -1,4 +1,4 @@
-"""Checks of a linear layer's sizes and of the way it adds up, the same in every framework."""
+"""Checks of a linear layer's sizes, scales and of the way it adds up, the same in every framework."""
 
 from __future__ import annotations
 
@@ -42,3 +42,11 @@ def check_accumulation(accumulation: str, precision: str) -> None:
     """ValueError where accumulation_reason has one."""
     if reason := accumulation_reason(accumulation, precision):
         raise ValueError(reason)
+
+
+def check_pow2(precision: str, pow2_scale: bool) -> None:
+    """ValueError for a way to compute scales where a precision computes none."""
+    kind = numerics.scaling(precision)
+    if pow2_scale and (kind is None or kind.delayed):
+        why = "has no scales" if kind is None else "takes scales from an amax history"
+        raise ValueError(f"pow2_scale=True: precision {precision} {why}; leave it out, or use another FP8 precision")

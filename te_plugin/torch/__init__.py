@@ -1,6 +1,7 @@
 """te_plugin for torch: functions, modules and the state of FP8 layers."""
 
 from te_plugin.torch.convert import ConvertReport, convert
+from te_plugin.torch.delayed_scaling import DelayedScaling
 from te_plugin.torch.functional import (
     align_groups,
     attention,
@@ -30,7 +31,7 @@ from te_plugin.torch.modules import (
 from te_plugin.torch.qkv_rope import QuantizedQkv
 from te_plugin.torch.quantize import QuantizedTensor
 from te_plugin.torch.refresh import RefreshReport, refresh_weights
-from te_plugin.torch.state import DelayedScaling, LinearState, advance_scaling
+from te_plugin.torch.state import LinearState, advance_scaling
 
 __all__ = [
     "ConvertReport", "DelayedScaling", "DotProductAttention", "GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear",

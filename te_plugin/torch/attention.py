@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from te_plugin.ops.attention.problem import AttentionProblem, checked_window
+from te_plugin.ops.checks import check_flags
 from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch import fp8_attention, framework_attention, launches
 from te_plugin.torch.call import (
@@ -25,7 +26,7 @@ from te_plugin.torch.call import (
     scratch,
     target_of,
 )
-from te_plugin.torch.options import Options, check_flags
+from te_plugin.torch.options import Options
 
 
 @dataclass(frozen=True)

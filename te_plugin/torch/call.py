@@ -96,6 +96,8 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Operands of a matrix product as torch.autocast wants them: in its dtype where it is on, else as they are."""
+    if not isinstance(tensors[0], torch.Tensor):
+        raise ValueError(f"a tensor is needed, got {type(tensors[0]).__name__}")
     device = tensors[0].device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return tensors

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from te_plugin import numerics
+from te_plugin.ops.checks import check_flags
 from te_plugin.ops.linear_checks import check_accumulation, check_features
 from te_plugin.torch.call import DTYPE_NAME
 from te_plugin.torch.functional import rms_norm
 from te_plugin.torch.modules import Linear, RMSNorm, has_hooks, make_state
-from te_plugin.torch.options import check_flags
 
 OUTPUT_LAYERS = ("lm_head", "*.lm_head", "output_layer", "*.output_layer")
 

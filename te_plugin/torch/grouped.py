@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from te_plugin import numerics
-from te_plugin.ops.linear_checks import check_features
+from te_plugin.ops.checks import check_flags
+from te_plugin.ops.linear_checks import check_features, check_pow2
 from te_plugin.torch.call import apply, autocast, first_derivative_only
 from te_plugin.torch.grouped_gemm import GroupedGemmOptions
 from te_plugin.torch.linear import (
@@ -24,14 +25,12 @@ from te_plugin.torch.linear import (
     cast_weight,
     check_main_grad,
     check_parameters,
-    check_pow2,
     check_state,
     cut_rows,
     padded_rows,
     recorded,
     saved_operands,
 )
-from te_plugin.torch.options import check_flags
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.state import LinearState
 

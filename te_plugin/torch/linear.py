@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from te_plugin import numerics
-from te_plugin.ops.linear_checks import check_accumulation, check_features
+from te_plugin.ops.checks import check_flags
+from te_plugin.ops.linear_checks import check_accumulation, check_features, check_pow2
 from te_plugin.torch.call import DTYPE_NAME, apply, autocast, check_device, first_derivative_only
 from te_plugin.torch.gemm import Operand, plain_gemm, scaled_gemm
-from te_plugin.torch.options import check_flags
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.quantize import QuantizedTensor, quantize_operand
 from te_plugin.torch.state import LinearState, operand_options
@@ -46,12 +46,6 @@ def linear_options(precision: str, pow2_scale: bool, keep_transpose: bool, accum
     check_pow2(precision, pow2_scale)
     return options_of(LinearOptions, precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback,
                       forward_accumulation)
-
-
-def check_pow2(precision: str, pow2_scale: bool) -> None:
-    """ValueError for a way to choose scales where a precision has none."""
-    if pow2_scale and numerics.scaling(precision) is None:
-        raise ValueError(f"pow2_scale=True: precision {precision} has no scales; leave it out, or use an FP8 precision")
 
 
 class _PlainLinear(torch.autograd.Function):
@@ -203,8 +197,8 @@ def linear(
     (docs/numerics.md); for fp8_current, fp8_delayed and fp8_rowwise. dx and dW add in FP32 either way.
     Raises ValueError for sizes that do not fit, naming the size at fault.
     """
-    check_shapes(x, weight, bias)
     x, = autocast(x)
+    check_shapes(x, weight, bias)
     options = linear_options(precision, pow2_scale, keep_transpose, accumulate_main_grad, kernel, fallback,
                              forward_accumulation)
     check_call(weight, state, options)

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from te_plugin import numerics
+from te_plugin.ops.checks import check_flags
 from te_plugin.ops.linear_checks import check_accumulation, check_features
 from te_plugin.torch import functional as F
 from te_plugin.torch.grouped import refuse_delayed
-from te_plugin.torch.options import check_flags
 from te_plugin.torch.state import LinearState
 
 
@@ -67,16 +67,19 @@ class Linear(nn.Module):
 class GroupedLinear(nn.Module):
     """One weight[out,in] an expert; forward(x[M,in], group_sizes[E]) -> [M,out].
 
-    state_options: weight_cache, keep_transpose, pow2_scale (see LinearState); fp8_delayed is refused (a history per tensor).
+    accumulate_main_grad: as in Linear. state_options: weight_cache, keep_transpose, pow2_scale (see LinearState); fp8_delayed is
+    refused (a history per tensor).
     """
 
     def __init__(self, num_groups: int, in_features: int, out_features: int, *, precision: str = "bf16", device=None, dtype=None,
-                 kernel: str = "auto", fallback: str = "error", **state_options):
+                 accumulate_main_grad: bool = False, kernel: str = "auto", fallback: str = "error", **state_options):
         super().__init__()
+        check_flags(accumulate_main_grad=accumulate_main_grad)
         refuse_delayed(precision)
         check_features(in_features, out_features, precision)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.precision, self.kernel, self.fallback = precision, kernel, fallback
+        self.accumulate_main_grad = accumulate_main_grad
         self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype))
         self.state = make_state(precision, state_options)
         if self.weight.device.type != "meta":
@@ -91,7 +94,7 @@ class GroupedLinear(nn.Module):
         return F.grouped_linear(x, self.weight, group_sizes, self.precision, state=state,
                                 pow2_scale=state.pow2_scale if state is not None else False,
                                 keep_transpose=state.keep_transpose if state is not None else True,
-                                kernel=self.kernel, fallback=self.fallback)
+                                accumulate_main_grad=self.accumulate_main_grad, kernel=self.kernel, fallback=self.fallback)
 
 
 class RMSNorm(nn.Module):

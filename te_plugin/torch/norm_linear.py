@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from te_plugin import numerics
+from te_plugin.ops.checks import check_flags
 from te_plugin.torch.call import apply, autocast, first_derivative_only
 from te_plugin.torch.fused_quantize import FusedOptions, dswiglu_quantize, fused_options, norm_quantize, swiglu_quantize
 from te_plugin.torch.linear import (
@@ -33,7 +34,6 @@ from te_plugin.torch.linear import (
     recorded,
     saved_operands,
 )
-from te_plugin.torch.options import check_flags
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.pointwise import PointwiseOptions, check_norm, rms_norm, swiglu
 from te_plugin.torch.quantize import QuantizedTensor

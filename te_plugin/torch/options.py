@@ -40,13 +40,6 @@ def options(cls: type[T], *values) -> T:  # noqa: UP047 (the base class below us
     return cls(*values) if torch.compiler.is_compiling() else _made(cls, *values)
 
 
-def check_flags(**flags) -> None:
-    """ValueError for a flag that is neither True nor False: "no" and "none" would count as true."""
-    for name, value in flags.items():
-        if value is not True and value is not False:
-            raise ValueError(f"{name}={value!r} must be True or False")
-
-
 @functools.lru_cache(maxsize=4096, typed=True)  # typed: 1 and True are equal but not spelled alike
 def _made(cls, *values):
     return cls(*values)

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import torch
 
 from te_plugin.ops.activation.problem import ActivationProblem
+from te_plugin.ops.checks import check_flags
 from te_plugin.ops.loss.problem import LossProblem
 from te_plugin.ops.norm.problem import NormProblem
 from te_plugin.ops.rope.problem import RopeProblem
 from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch import launches
 from te_plugin.torch.call import autocast, check_device, define, dtype_name, first_derivative_only, launch, target_of
-from te_plugin.torch.options import Options, check_flags
+from te_plugin.torch.options import Options
 
 IGNORED_LABEL = -100
 
@@ -279,6 +280,8 @@ def positions_of(cu_seqlens: torch.Tensor, tokens: int, cu_seqlens_padded: torch
     start = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
     if start.dim() != 1 or not start.shape[0]:
         raise ValueError(f"cu_seqlens has shape {tuple(start.shape)}; it holds N+1 entries in one dimension, the first is 0")
+    if start.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"cu_seqlens is {start.dtype}; it holds int32 or int64")
     rows = torch.arange(tokens, device=start.device, dtype=torch.int32)
     segment = torch.searchsorted(start.contiguous(), rows, right=True, out_int32=True) - 1
     return rows - start[segment.clamp(0, start.shape[0] - 1).long()]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from te_plugin.ops.checks import check_flags
 from te_plugin.ops.qkv_rope.problem import QkvRopeProblem
 from te_plugin.ops.qkv_rope_quantize.problem import QkvRopeQuantizeProblem
 from te_plugin.plan import Plan, plan, remember_unmeasured
@@ -24,7 +25,7 @@ from te_plugin.torch.call import (
     launch,
     target_of,
 )
-from te_plugin.torch.options import Options, check_flags
+from te_plugin.torch.options import Options
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.pointwise import PointwiseOptions, rope_impl, rotary_positions
 from te_plugin.torch.quantize import QuantizeOptions, quantize_impl, readable

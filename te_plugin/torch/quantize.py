@@ -10,11 +10,12 @@ from typing import NamedTuple
 import torch
 
 from te_plugin import numerics
+from te_plugin.ops.checks import check_flags
 from te_plugin.ops.grouped_gemm.problem import LARGE_EXPERT
 from te_plugin.ops.quantize.problem import QuantizeProblem, check_format, check_granularity, scale_shape
 from te_plugin.plan import Plan, plan, remember_unmeasured
 from te_plugin.torch.call import TORCH_DTYPE, check_device, define, dtype_name, empty, is_direct, launch, target_of
-from te_plugin.torch.options import Options, check_flags
+from te_plugin.torch.options import Options
 from te_plugin.torch.options import options as options_of
 
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
+from te_plugin.ops.checks import check_flags
 from te_plugin.ops.quantize.problem import check_format, check_granularity
 from te_plugin.ops.quantize_many.problem import QuantizeManyProblem
 from te_plugin.plan import plan, remember_unmeasured
 from te_plugin.torch import launches
 from te_plugin.torch.call import define, dtype_name, is_direct, launch, target_of
-from te_plugin.torch.options import check_flags
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.quantize import (
     QuantizedTensor,

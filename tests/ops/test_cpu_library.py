@@ -312,6 +312,29 @@ def _norm_in_child(queue) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.report("ashvardanian/NumKong#328")
+@pytest.mark.parametrize("rows", [1, 4096], ids=["caller", "pool"])
+def test_a_caller_that_flushes_subnormals_changes_no_bit_and_keeps_its_mode(rows):
+    """torch.set_flush_denormal does, and so do the threads of XLA; threads that a caller starts inherit it."""
+    x = torch.full((rows, 512), 1e-39)
+    arguments = GRANULARITY_CODE["row"], E4M3.code, 0
+
+    def quantised():
+        data, scale_inv, stats = torch.empty(x.shape, dtype=torch.uint8), torch.empty(rows), torch.empty(2)
+        call("quantize", x, data, scale_inv, stats, *arguments)
+        return data, scale_inv.view(torch.int32), stats.view(torch.int32)
+
+    expected = quantised()
+    assert expected[0].all() and expected[1].all()
+    assert torch.set_flush_denormal(True)
+    try:
+        found = quantised()
+        assert torch.tensor([1e-39]).mul(1).item() == 0
+    finally:
+        torch.set_flush_denormal(False)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_a_forked_child_can_compute_after_its_parent_did(threads):
     threads(2)
     context = multiprocessing.get_context("fork")

@@ -10,7 +10,7 @@ from te_plugin import oracle
 from te_plugin.numerics import SCALINGS
 from te_plugin.ops.grouped_gemm.problem import GroupedGemmProblem
 from te_plugin.plan import PlanError, Target, plan, registered
-from te_plugin.torch import LinearState, align_groups, grouped_gemm, grouped_linear
+from te_plugin.torch import GroupedLinear, LinearState, align_groups, grouped_gemm, grouped_linear
 from te_plugin.torch.quantize import QuantizeOptions, dequantize, quantize_2d, quantize_experts
 
 from .reference import rounded
@@ -425,3 +425,12 @@ def test_a_captured_graph_follows_group_sizes_that_change_on_the_device(precisio
         graph.replay()
         for a, b in zip(captured, step(), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_current"])
+def test_the_layer_of_experts_adds_to_main_grad_as_the_function_does(precision):
+    layer = GroupedLinear(2, 64, 64, precision=precision, accumulate_main_grad=True)
+    layer.weight.main_grad = torch.zeros(2, 64, 64)
+    for _ in range(2):
+        layer(torch.ones(8, 64), torch.tensor([8, 0])).sum().backward()
+    assert (layer.weight.main_grad[0] == 16).all() and not layer.weight.main_grad[1].any() and layer.weight.grad is None

@@ -166,3 +166,25 @@ def test_second_derivatives_through_fp8_are_refused_and_not_zero(function):
     assert jax.grad(lambda x: jax.checkpoint(loss)(x))(x).any()
     with pytest.raises(NotImplementedError, match="second derivatives"):
         jax.grad(lambda x: (jax.grad(loss)(x) ** 2).sum())(x)
+
+
+@pytest.mark.parametrize("call", [
+    lambda v: tj.linear(jnp.ones((16, 64)), jnp.ones((64, 64)), precision="fp8_current", pow2_scale=v),
+    lambda v: tj.grouped_linear(jnp.ones((16, 64)), jnp.ones((1, 64, 64)), jnp.array([16]), "fp8_current", pow2_scale=v),
+    lambda v: tj.quantize(jnp.ones((16, 64)), pow2_scale=v),
+    lambda v: tj.attention(*[jnp.ones((16, 2, 32))] * 3, cu_seqlens_q=jnp.array([0, 16], jnp.int32), return_lse=v),
+], ids=["linear", "grouped_linear", "quantize", "attention"])  # fmt: skip
+def test_flags_are_true_or_false(call):
+    with pytest.raises(ValueError, match="='no' must be True or False"):
+        call("no")
+
+
+def test_scales_cannot_be_chosen_where_none_is_computed():
+    x, w = jnp.ones((16, 64)), jnp.ones((64, 64))
+    for precision, options in (("bf16", {}), ("fp8_delayed", {"scales": jnp.ones(3)})):
+        with pytest.raises(ValueError, match=f"pow2_scale=True: precision {precision}"):
+            tj.linear(x, w, precision=precision, pow2_scale=True, **options)
+    with pytest.raises(ValueError, match="pow2_scale=True: precision bf16 has no scales"):
+        tj.grouped_linear(x, w[None], jnp.array([16]), pow2_scale=True)
+    with pytest.raises(ValueError, match="pow2_scale=True: scale is given"):
+        tj.quantize(x, scale=jnp.ones(1), pow2_scale=True)

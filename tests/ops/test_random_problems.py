@@ -95,6 +95,7 @@ def test_linear_and_grouped_linear_on_random_groups(sizes, surplus, precision, t
     from te_plugin.torch import grouped_linear, linear
 
     rng = np.random.default_rng(seed)
+    pow2 = pow2 and precision in SCALINGS  # refused where there are no scales
     multiple = SCALINGS[precision].feature_multiple if precision in SCALINGS else 5
     n, k = (multiple * t for t in tiles)
     rows = sum(sizes) + surplus

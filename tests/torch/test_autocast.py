@@ -76,5 +76,9 @@ def test_operands_of_other_shapes_and_masks_of_numbers_are_named():
         tp.linear(torch.ones(4, 8), torch.ones(8, 8), row_mask=torch.ones(4, dtype=torch.int64))
     with pytest.raises(ValueError, match="holds no expert"):
         tp.grouped_linear(torch.ones(4, 32), torch.ones(0, 32, 32), torch.zeros(0, dtype=torch.int32), "mxfp8")
+    with pytest.raises(ValueError, match="a tensor is needed, got ndarray"):
+        tp.linear(torch.ones(4, 8).numpy(), torch.ones(8, 8))
+    with pytest.raises(ValueError, match="cu_seqlens is torch.float32"):
+        tp.positions_of(torch.tensor([0.0, 3.0]), 5)
     with pytest.raises(ValueError, match="FP8 format 'fp8'"):
         tp.quantize(torch.ones(4, 32), dtype="fp8", amax=1.0)
