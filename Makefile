@@ -90,13 +90,14 @@ test-gpu: sm90
 SANITIZER = $(shell command -v compute-sanitizer 2>/dev/null || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1)
 TOOLS ?= memcheck racecheck
 LARGE := several_tiles or long_sums or 128256 or 1104 or 2568 or of_many
+CHECKED := tests/sm90 tests/ops/test_quantize_many.py
 IMPOSSIBLE := graph or captured or launches
 
 sanitize: sm90
 	@test -n "$(SANITIZER)" || { echo "No compute-sanitizer found. It comes with the CUDA toolkit: install that, or put its bin folder on PATH" >&2; exit 1; }
 	for tool in $(TOOLS); do \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH="$(WITH_HERE)" "$(SANITIZER)" --tool $$tool --target-processes all --kernel-name kernel_substring=_ZN2te --error-exitcode 1 \
-	    "$(PYTHON)" -m pytest tests/sm90 -m gpu -k "not ($(LARGE) or $(IMPOSSIBLE))" $(PYTEST_ARGS) || exit 1; \
+	    "$(PYTHON)" -m pytest $(CHECKED) -m gpu -k "not ($(LARGE) or $(IMPOSSIBLE))" $(PYTEST_ARGS) || exit 1; \
 	done
 
 clean:
