@@ -20,6 +20,7 @@ import numpy as np
 from te_plugin.data.errors import DataError, missing_package
 
 KINDS = ("bytes", "llama3", "hf")
+_RARE = "\U00012000"  # a letter (cuneiform) that only vocabularies of bytes can spell
 _LLAMA3_RANKS, _LLAMA3_SPECIALS = 128_000, 256
 # The split of Llama-3 is part of the vocabulary's definition and not in tokenizer.model.
 _LLAMA3_SPLIT = "|".join(
@@ -148,16 +149,27 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         self.eos_id = eos
         bos = self._id_of(special.get("bos_token"))
-        starts_with_bos = self._tokenizer.encode("a").ids[:1] == [bos]  # what its own post-processor does
+        starts_with_bos = self._encode(["a"], special=True)[0][:1] == [bos]  # what its own post-processor does
         self.bos_id = bos if starts_with_bos else None
         pad = self._id_of(special.get("pad_token"))
         self.pad_id = eos if pad is None else pad
         self.fingerprint = "hf-" + hashlib.sha256(raw + f"{self.bos_id},{self.eos_id}".encode()).hexdigest()[:16]
         self._tokenizer.encode_special_tokens = True  # spelt-out special tokens are text
+        model = self._tokenizer.model
+        if isinstance(model, tokenizers.models.BPE) and model.unk_token is None and not self._encode([_RARE])[0]:
+            raise DataError(
+                f"{file} has no unk_token and no bytes to fall back to: characters that its vocabulary lacks, such as {_RARE!a}, "
+                'would vanish from the text. Set "unk_token" or "byte_fallback" there'
+            )
 
     def encode_text(self, texts):
-        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [np.asarray(one.ids, np.int32) for one in encoded]
+        return [np.asarray(ids, np.int32) for ids in self._encode(texts)]
+
+    def _encode(self, texts, special: bool = False) -> list[list[int]]:
+        try:
+            return [one.ids for one in self._tokenizer.encode_batch(list(texts), add_special_tokens=special)]
+        except Exception as error:  # the library raises bare Exception, for a character without an id say
+            raise DataError(f"the tokenizer {self.name} cannot encode a text: {error}") from None
 
     def decode(self, ids):
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)

@@ -161,9 +161,11 @@ class _Run:
             verdict.save(self.run_dir)
             self._draw(matching)
         except OSError as error:
-            verdict = Verdict(
-                "FAIL", f"{verdict.line}, but the run directory could not be completed: {error}", verdict.details
-            )
+            if verdict.status != "FAIL":  # else the reason is a better one, often the same disk
+                said = verdict.line.removeprefix("verdict: ")
+                verdict = Verdict("FAIL", f"{said}, but the run directory could not be completed: {error}", verdict.details)
+            with contextlib.suppress(OSError):
+                verdict.save(self.run_dir)
         return verdict
 
     def _save_crash(self, error: BaseException) -> None:

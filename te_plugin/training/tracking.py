@@ -140,8 +140,11 @@ class Tracker:
         if self._sink is not None:
             self._guard(lambda: self._sink.finish(exit_code))
             self._sink = None
-        self.metrics.close()
-        self._save_state()
+        try:
+            self.metrics.close()
+            self._save_state()
+        except OSError as error:  # the disk is full: how the run ended is said by its verdict, not by this
+            self._warn(f"{self.run_dir} could not be completed: {error}")
 
     def _start(self) -> None:
         self._started = True

@@ -132,6 +132,16 @@ def test_a_saboteur_that_passes_means_that_the_gates_are_broken(rng):
     assert verdict.status == "FAIL" and "too weak" in verdict.reason
 
 
+def test_arms_on_another_text_are_void(rng):
+    """The same documents by number and length, with other tokens in them; arms of a version without the hash are compared."""
+    found = seeds(rng, {})
+    for hashes, passes in (({}, True), ({"bf16": "t"}, True), ({"bf16": "t", "twin": "t", "candidate": "u"}, False)):
+        for name, arm in found[1].items():
+            arm.environment.update({"token_hash": hashes[name]} if name in hashes else {})
+        verdict = judge(config(), found)
+        assert (verdict.status == "PASS") == passes and ("seed 1: candidate has another text" in verdict.reason) != passes
+
+
 def test_arms_differ_only_in_the_toggled_groups_and_share_seeds():
     arms = arms_of(config(), 2)
     assert {a.data.seed for a in arms.values()} == {1236} and {a.run.seed for a in arms.values()} == {1236}

@@ -162,3 +162,35 @@ def test_special_tokens_of_another_kind_are_named(hf_folder, config, message):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match=message):
         load_tokenizer("hf", str(folder))
+
+
+def _characters(folder, model):
+    """A folder with a tokenizer of whole characters: "a", "b" and </s>."""
+    from tokenizers.pre_tokenizers import Split
+
+    model.pre_tokenizer = Split("", "isolated")
+    model.add_special_tokens(["</s>"])
+    folder.mkdir()
+    model.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return str(folder)
+
+
+@pytest.mark.report("huggingface/tokenizers#517")
+def test_a_tokenizer_that_drops_what_it_does_not_know_is_refused(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    bpe = tokenizers.models.BPE
+    with pytest.raises(DataError, match=r"'\\U00012000', would vanish from the text"):
+        load_tokenizer("hf", _characters(tmp_path / "drops", tokenizers.Tokenizer(bpe({"a": 0, "b": 1}, []))))
+    keeps = bpe({"a": 0, "b": 1, "?": 2}, [], unk_token="?")
+    tokenizer = load_tokenizer("hf", _characters(tmp_path / "keeps", tokenizers.Tokenizer(keeps)))
+    assert tokenizer.encode_documents(["aéb"])[0].tolist() == [0, 2, 1, 3]
+
+
+def test_a_character_that_a_tokenizer_refuses_is_one_message(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="?")
+    tokenizer = load_tokenizer("hf", _characters(tmp_path / "words", tokenizers.Tokenizer(words)))
+    assert tokenizer.encode_documents(["ab"])[0].tolist() == [0, 1, 2]
+    with pytest.raises(DataError, match="hf:words cannot encode a text: WordLevel error: Missing .UNK. token"):
+        tokenizer.encode_documents(["aéb"])

@@ -176,6 +176,16 @@ def test_a_directory_that_a_run_writes_is_left_alone_until_that_run_is_gone(smal
     assert train(small("run.resume=true", f"run.dir={run}"), make_run_dir(again)).status == "PASS"
 
 
+def test_a_picture_that_cannot_be_written_is_told_and_stands_in_the_verdict_file_too(small, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("te_plugin.convergence.pictures.draw_run", full)
+    verdict = train(small("schedule.stop_after_steps=1"), tmp_path)
+    assert verdict.line.startswith("verdict: FAIL: PASS, but the run directory could not be completed: [Errno 28]")
+    assert Verdict.load(tmp_path) == verdict
+
+
 @pytest.mark.parametrize("kept", [0, 2, None])
 def test_a_run_whose_rows_were_lost_is_not_judged(small, tmp_path, kept):
     """The checkpoint knows more steps than metrics.jsonl: what is left of the curve must not stand for the run."""

@@ -275,6 +275,17 @@ def test_a_folder_of_runs_named_wandb_is_not_the_package(tmp_path, monkeypatch):
         resolve_mode("wandb")
 
 
+def test_a_full_disk_at_the_end_does_not_hide_how_the_run_ended(tmp_path):
+    warnings = []
+    tracker = Tracker(tmp_path, warn=warnings.append)
+    log(tracker, range(3))
+    tracker.metrics.close()
+    tracker.metrics._file = open("/dev/full", "w")  # closing it writes what waits, and fails
+    tracker.metrics._file.write("a row")
+    tracker.finish(1)
+    assert len(warnings) == 1 and "could not be completed: [Errno 28] No space left on device" in warnings[0]
+
+
 def test_sync_without_rows_says_so(tmp_path):
     Tracker(tmp_path).finish()
     with pytest.raises(TrackingError, match="has no metrics.jsonl: there are no rows to send"):

@@ -29,6 +29,20 @@ def test_exit_codes_follow_the_verdict(small, tmp_path, capsys):
     assert worker.main([]) == 1
 
 
+def test_what_is_the_users_to_repair_is_one_message_a_machine(small, tmp_path, monkeypatch, capsys):
+    arguments = prepared(small("schedule.stop_after_steps=1"), tmp_path / "run")
+    (tmp_path / "run" / "tracking.json").write_text("{")
+    assert worker.main(arguments) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+    missing = [str(tmp_path / "on another machine")]
+    for rank, local_rank, said in ((8, 0, "error on rank 8: "), (9, 1, "")):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        assert worker.main(missing) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(said) and bool(error) == bool(said) and "Traceback" not in error
+
+
 @pytest.mark.report("NVIDIA/TransformerEngine#2698")
 def test_a_crash_leaves_a_verdict_and_its_traceback(small, tmp_path, monkeypatch):
     def broken(self, *rest):
