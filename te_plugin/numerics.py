@@ -220,6 +220,8 @@ def token_multiple(precision: str, tp: int = 1, cp: int = 1, sp: bool = False) -
 
     Sequence parallelism splits rows over tp ranks; load-balanced context parallelism cuts each segment into 2*cp chunks.
     """
+    if tp < 1 or cp < 1:
+        raise ValueError(f"tp={tp}, cp={cp}: at least one rank")
     kind = scaling(precision)
     rows = kind.row_multiple if kind else 1
-    return math.lcm(rows * (tp if sp else 1), 2 * cp if cp > 1 else 1) if cp == 1 else rows * (tp if sp else 1) * 2 * cp
+    return rows * (tp if sp else 1) * (2 * cp if cp > 1 else 1)

@@ -4,11 +4,15 @@ Hypothesis: the normal run takes a few fixed examples; `--hypothesis-profile=tho
 """
 
 import importlib.util
+import os
 import zlib
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Tests of torch and of JAX, and the processes of `-n`, share a GPU: JAX would take three quarters of its memory for each.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 settings.register_profile(
     "normal",

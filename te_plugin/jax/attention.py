@@ -10,9 +10,12 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from te_plugin.jax import composite_attention, launches, xla_attention
 from te_plugin.jax.call import dtype_name, launch, shape_of, target_of_backend
+from te_plugin.jax.checks import check_integers
+from te_plugin.jax.sharding import operands_of_call
 from te_plugin.ops.attention.cudnn import rows_one_by_one
 from te_plugin.ops.attention.problem import AttentionProblem, checked_window
 from te_plugin.ops.checks import check_flags
@@ -158,7 +161,7 @@ def attention(
         kernel=kernel,
         fallback=fallback,
     )
-    out, lse = _attention(q, k, v, cu_q, cu_k, start_q, start_k, options)
+    out, lse = _attention(*operands_of_call(q, k, v, cu_q, cu_k, start_q, start_k), options)
     return (out, jax.lax.stop_gradient(lse)) if return_lse else out
 
 
@@ -168,6 +171,9 @@ def cu_seqlens_from_segment_ids(segment_ids, max_segments: int):
     A row with more than max_segments segments gives lists that every kernel refuses (a negative start), so that nothing is
     computed with some of them missing. Runs on the device; shapes are static.
     """
+    check_integers("segment_ids", segment_ids)
+    if not isinstance(max_segments, int | np.integer) or max_segments < 1:
+        raise ValueError(f"max_segments={max_segments!r} must be the most segments a row may hold, at least 1")
     rows, tokens = segment_ids.shape
     before = jnp.concatenate([jnp.zeros((rows, 1), segment_ids.dtype), segment_ids[:, :-1]], axis=1)
     first = (segment_ids != before) & (segment_ids != 0)
@@ -195,8 +201,11 @@ def attention_by_segment_ids(q, k, v, segment_ids, *, max_segments: int, **optio
     Where XLA calls cuDNN, rows of the batch run one after the other: its scratch has a slot for each segment, as long as all rows
     of a call.
     """
-    if segment_ids.shape != q.shape[:2]:
-        raise ValueError(f"segment_ids has shape {segment_ids.shape}, q has {q.shape[:2]} rows and tokens")
+    for name, shape in (("segment_ids", segment_ids.shape), ("k", k.shape[:2]), ("v", v.shape[:2])):
+        if shape != q.shape[:2]:
+            raise ValueError(
+                f"{name} has {shape} rows and tokens, q has {q.shape[:2]}: every token has one id, one key and one value"
+            )
     cu, padded = cu_seqlens_from_segment_ids(segment_ids, max_segments)
     flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
     asked = AttentionOptions.of(gaps=True, **options)

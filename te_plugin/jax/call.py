@@ -14,6 +14,7 @@ import numpy as np
 
 from te_plugin import ffi
 from te_plugin.jax import launches
+from te_plugin.jax.sharding import vary_over, varying_axes
 from te_plugin.plan import Plan, PlanError, Target
 
 DTYPE_NAME = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
@@ -95,7 +96,10 @@ def call_function(
     """Call an exported function: inputs, then outputs, then scalars. Under vmap it runs once per element."""
     name = _register(library, function, len(scalars))
     attributes = {f"s{i:02d}": np.float64(s) if isinstance(s, float) else np.int64(s) for i, s in enumerate(scalars)}
-    return jax.ffi.ffi_call(name, outputs, vmap_method="sequential")(*inputs, **attributes)
+    results = jax.ffi.ffi_call(name, outputs, vmap_method="sequential")(*inputs, **attributes)
+    # To JAX a foreign result is the same on every device; it varies over the axes that an input varies over.
+    axes = varying_axes(*inputs)
+    return [vary_over(axes, result) for result in results] if axes else results
 
 
 def launch(plan: Plan, stage: str, outputs: list[jax.ShapeDtypeStruct], inputs: list, scalars: tuple = ()) -> list:

@@ -5,6 +5,7 @@ Legend: T tokens, H query heads, G kv heads, D head dim, N segments (a static ca
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from te_plugin.plan import Plan
@@ -46,6 +47,7 @@ def _probabilities(chosen: Plan, q, k, mask, lse=None):
     return jnp.exp(scores - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]), lse, q, k
 
 
+@jax.default_matmul_precision("highest")  # not TF32, which is XLA's default on a GPU
 def forward(chosen: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
     mask = _visible(chosen, cu_q, cu_k, start_q, start_k, q.shape[0], k.shape[0])
     p, lse, _, _ = _probabilities(chosen, q, k, mask)
@@ -54,6 +56,7 @@ def forward(chosen: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
     return jnp.einsum("hqk,khd->qhd", p, v).astype(q.dtype), lse
 
 
+@jax.default_matmul_precision("highest")
 def backward(chosen: Plan, dout, q, k, v, out, lse, cu_q, cu_k, start_q, start_k):
     problem = chosen.problem
     group = problem.heads // problem.kv_heads

@@ -65,7 +65,7 @@ def needs_transpose(granularity: str) -> bool:
 
 
 def matmul(a: Operand, b: Operand, out_dtype, kernel: str = "auto", fallback: str = "error"):
-    """[M,N] = a b^T with FP32 accumulation, in out_dtype."""
+    """[M,N] = a b^T with FP32 accumulation (FP64 for plain FP64 operands), in out_dtype."""
     plain = a.scale_inv is None
     problem = GemmProblem(
         a.extent,
@@ -88,7 +88,10 @@ def matmul(a: Operand, b: Operand, out_dtype, kernel: str = "auto", fallback: st
 
 def _dot(a: Operand, b: Operand, left, right):
     numbers = (((a.contract,), (b.contract,)), ((), ()))
-    return jax.lax.dot_general(left, right, numbers, preferred_element_type=jnp.float32)
+    wide = jnp.float64 if left.dtype == jnp.float64 else jnp.float32
+    # XLA's default multiplies FP32 operands in TF32 on a GPU.
+    precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+    return jax.lax.dot_general(left, right, numbers, precision=precision, preferred_element_type=wide)
 
 
 def _composite(a: Operand, b: Operand):

@@ -15,9 +15,10 @@ import numpy as np
 
 from te_plugin import numerics
 from te_plugin.jax.call import dtype_name, first_derivative_only, launch, shape_of, target_of_backend
+from te_plugin.jax.checks import check_arrays, check_integers
 from te_plugin.jax.linear import LAYOUTS
-from te_plugin.jax.pointwise import check_integers
 from te_plugin.jax.quantize import QuantizedArray, dequantize, quantize
+from te_plugin.jax.sharding import operands_of_call
 from te_plugin.ops.checks import check_flags
 from te_plugin.ops.grouped_gemm.problem import GroupedGemmProblem
 from te_plugin.ops.linear_checks import check_features, check_pow2
@@ -65,6 +66,7 @@ def _run_wgrad(chosen: Plan, dy, x, group_sizes):
 
 def _plain_rows(x, weight, axis: int, group_sizes, stage: str, o: GroupedOptions):
     """y[M,N]: rows x[M,K] of group e times weight[e], summed over dimension `axis` of weight[E,N,K] (2) or weight[E,K,N] (1)."""
+    weight = weight.astype(x.dtype)
     m, k, n, groups = *x.shape, weight.shape[3 - axis], weight.shape[0]
     chosen = _plan(m, n, k, groups, dtype_name(x), stage, o)
     if axis == 2:
@@ -212,6 +214,7 @@ def grouped_linear(
     if precision not in PRECISIONS:
         raise ValueError(f"grouped_linear in JAX computes in {', '.join(PRECISIONS)}, not in {precision}")
     k_axis = _k_axis(layout)
+    check_arrays(f"grouped_linear takes x[M,K], weight[E,{','.join(layout.upper())}]", x=x, weight=weight)
     if not isinstance(group_sizes, jax.Array | np.ndarray):
         raise ValueError(f"group_sizes must be an array of integers, got {type(group_sizes).__name__}")
     if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[k_axis] or group_sizes.shape != weight.shape[:1]:
@@ -225,6 +228,7 @@ def grouped_linear(
     check_pow2(precision, pow2_scale)
     if dtype_name(x) == "fp32" and precision == "bf16":
         precision = "fp32"
+    x, weight, group_sizes = operands_of_call(x, weight, group_sizes)
     options, sizes = GroupedOptions(precision, layout, pow2_scale, kernel, fallback), group_sizes.astype(jnp.int32)
     kind = numerics.scaling(precision)
     if kind is None:

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 
 from te_plugin import numerics
 from te_plugin.jax.call import first_derivative_only, target_of_backend
+from te_plugin.jax.checks import check_arrays
 from te_plugin.jax.gemm import Operand, along_columns, along_rows, matmul, needs_transpose
 from te_plugin.jax.quantize import quantize
+from te_plugin.jax.sharding import operands_of_call, varying_axes
 from te_plugin.ops.checks import check_flags
 from te_plugin.ops.linear_checks import check_features, check_pow2
 
@@ -109,7 +111,13 @@ def _backward(o: LinearOptions, saved, dy):
     dw = dw.T if turned else dw
     # These two cotangents are no derivatives: they carry numbers of this step out, for the caller to overwrite its state.
     found = jnp.stack([x_stats, w_stats, dyq.stats])
-    return dx, dw, found[:, 0] if kind.delayed else None, None if stats is None else found
+    return dx, dw, _shared(found, scales)[:, 0] if kind.delayed else None, None if stats is None else _shared(found, stats)
+
+
+def _shared(found, like):
+    """stats [3,2] of a call over the devices that share `like`: the largest amax, all non-finite values."""
+    axes = tuple(sorted(varying_axes(found) - varying_axes(like)))
+    return jnp.stack([jax.lax.pmax(found[:, 0], axes), jax.lax.psum(found[:, 1], axes)], 1) if axes else found
 
 
 _fp8_linear.defvjp(_forward, _backward)
@@ -137,6 +145,10 @@ def linear(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is not one of {', '.join(LAYOUTS)}")
+    takes = f"linear takes x[...,K], weight[{','.join(layout.upper())}]"
+    check_arrays(takes, x=x, weight=weight)
+    if not x.ndim or weight.ndim != 2:
+        raise ValueError(f"{takes}; got {x.shape} and {weight.shape}")
     n, k = weight.shape if layout == "nk" else weight.shape[::-1]
     if x.shape[-1] != k:
         raise ValueError(f"x has {x.shape[-1]} features, weight[{','.join(layout.upper())}] has K={k}")
@@ -146,6 +158,7 @@ def linear(
     check_features(k, n, precision)
     check_flags(pow2_scale=pow2_scale)
     check_pow2(precision, pow2_scale)
+    x, weight = operands_of_call(x, weight)
     flat = x.reshape(-1, k)
     options = LinearOptions(precision, layout, pow2_scale, kernel, fallback)
     if kind is None:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from te_plugin.jax.call import dtype_name, launch, shape_of, target_of_backend
+from te_plugin.jax.checks import check_integers
+from te_plugin.jax.sharding import operands_of_call
 from te_plugin.ops.activation.problem import ActivationProblem
 from te_plugin.ops.loss.problem import LossProblem
 from te_plugin.ops.norm.problem import NormProblem
@@ -34,12 +36,6 @@ def _plan(problem, o: PointwiseOptions) -> Plan:
             f"{problem.op}: kernel {chosen.kernel.name!r} has no JAX form; XLA fuses plain jax.numpy at least as well"
         )
     return chosen
-
-
-def check_integers(name: str, x) -> None:
-    """ValueError unless an array holds integers: a cast would cut other numbers off without a word."""
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"{name} must be integers, got {x.dtype}")
 
 
 def _like(x) -> jax.ShapeDtypeStruct:
@@ -74,9 +70,8 @@ def rms_norm(x, weight, eps: float = 1e-5, *, kernel: str = "auto"):
             f"x is {x.dtype}{list(x.shape)}, weight is {weight.dtype}{list(weight.shape)}; expected one dtype and "
             f"weight[{x.shape[-1]}]"
         )
-    return _rms_norm(x.reshape(-1, x.shape[-1]), weight, PointwiseOptions(eps=float(eps), kernel=kernel)).reshape(
-        x.shape
-    )
+    flat, weight = operands_of_call(x.reshape(-1, x.shape[-1]), weight)
+    return _rms_norm(flat, weight, PointwiseOptions(eps=float(eps), kernel=kernel)).reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -102,7 +97,8 @@ def swiglu(x, *, kernel: str = "auto"):
     """x[...,2C] = [gate | up] -> silu(gate) * up [...,C]."""
     if x.shape[-1] % 2:
         raise ValueError(f"swiglu halves the last dimension into gate and up; {x.shape[-1]} is odd")
-    y = _swiglu(x.reshape(-1, x.shape[-1]), PointwiseOptions(kernel=kernel))
+    (flat,) = operands_of_call(x.reshape(-1, x.shape[-1]))
+    y = _swiglu(flat, PointwiseOptions(kernel=kernel))
     return y.reshape(*x.shape[:-1], x.shape[-1] // 2)
 
 
@@ -134,7 +130,8 @@ def rope(x, positions, *, inv_freq, kernel: str = "auto"):
             f"{inv_freq.shape}"
         )
     check_integers("rope: positions", positions)
-    return _rope(x, positions.astype(jnp.int32), inv_freq.astype(jnp.float32), PointwiseOptions(kernel=kernel))
+    operands = operands_of_call(x, positions.astype(jnp.int32), inv_freq.astype(jnp.float32))
+    return _rope(*operands, PointwiseOptions(kernel=kernel))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -163,7 +160,5 @@ def cross_entropy(logits, labels, *, kernel: str = "auto"):
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"logits {logits.shape} and labels {labels.shape} differ in their leading dimensions")
     check_integers("cross_entropy: labels", labels)
-    flat = logits.reshape(-1, logits.shape[-1])
-    return _cross_entropy(flat, labels.reshape(-1).astype(jnp.int32), PointwiseOptions(kernel=kernel)).reshape(
-        labels.shape
-    )
+    flat = operands_of_call(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).astype(jnp.int32))
+    return _cross_entropy(*flat, PointwiseOptions(kernel=kernel)).reshape(labels.shape)

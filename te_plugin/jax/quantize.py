@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from te_plugin import numerics
 from te_plugin.jax.call import dtype_name, launch, shape_of, target_of_backend
-from te_plugin.jax.sharding import partitioned, split_axes
+from te_plugin.jax.sharding import operands_of_call, partitioned, split_axes
 from te_plugin.ops.checks import check_flags
 from te_plugin.ops.quantize.problem import QuantizeProblem, check_granularity, scale_shape
 from te_plugin.plan import plan
@@ -114,7 +114,10 @@ def quantize(
     _plan_of(x, options)  # refused here, where the caller is in the traceback
     operands = [jax.lax.stop_gradient(x)]
     if scale is not None:
-        operands.append(jax.lax.stop_gradient(scale.astype(jnp.float32).reshape(1)))
+        if jnp.size(scale) != 1:
+            raise ValueError(f"scale has {jnp.size(scale)} numbers; one is given for the whole array")
+        operands.append(jax.lax.stop_gradient(jnp.asarray(scale, jnp.float32).reshape(1)))
+    operands = operands_of_call(*operands)
     # Shardy takes no factor of size 1: a dimension of one block cannot be cut anyway.
     whole = [extent % block == 0 and extent > block for extent, block in zip(x.shape, _blocks(options), strict=True)]
     data, scale_inv, stats, *transposed = _op(options, *whole)(*operands)

@@ -1,6 +1,7 @@
 """Opaque kernels on sharded arrays: an op that XLA's partitioner splits by a rule of ours in place of gathering its operands.
 
-Inside jax.shard_map arrays are local already, so the op runs as it is there.
+Inside jax.shard_map arrays are local already, so the op runs as it is there. With check_vma (the default) JAX keeps account of
+the mesh axes over which an array varies, and derivative rules and compiled kernels must keep it too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,35 @@ def axis_names(axes) -> tuple[str, ...]:
 def split_axes(axes, mesh) -> int:
     """Into how many parts an entry of a PartitionSpec cuts a dimension."""
     return math.prod(mesh.shape[name] for name in axis_names(axes))
+
+
+def varying_axes(*arrays) -> frozenset[str]:
+    """The manual mesh axes over which any of these arrays varies (jax.shard_map with check_vma)."""
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+
+
+def vary_over(axes: frozenset[str], x):
+    """x, varying over these axes too."""
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def operands_of_call(*arrays) -> tuple:
+    """The arrays of one call, each varying over every axis that one of them varies over. ValueError for explicit shardings.
+
+    Then what a derivative rule gives has its arguments' type, and the gradient of an array that all devices share (a weight) is
+    the sum over the devices, as it is through JAX's own products.
+    """
+    for x in arrays:
+        spec = tuple(jax.typeof(x).sharding.spec)
+        if any(axis_names(entry) for entry in spec):
+            raise ValueError(
+                f"an array of {x.dtype}{list(x.shape)} is sharded over explicit mesh axes, {jax.typeof(x).sharding.spec}, whose "
+                f"types te_plugin's ops do not follow; make the mesh with axis_types=jax.sharding.AxisType.Auto, or call them "
+                f"inside jax.shard_map"
+            )
+    axes = varying_axes(*arrays)
+    return tuple(vary_over(axes, x) for x in arrays) if axes else arrays
 
 
 def inside_shard_map() -> bool:

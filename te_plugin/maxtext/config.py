@@ -26,6 +26,7 @@ class TePluginConfig(types.MaxTextConfig):
     te_plugin_softmax_scale: float | None = Field(
         None,
         gt=0,
+        allow_inf_nan=False,
         description="Scale of q k^T. None: 1, as MaxText folds 1/sqrt(head_dim) into the initial query weights. "
         "1/sqrt(head_dim) for weights in the usual convention (Hugging Face, Megatron).",
     )
@@ -56,6 +57,23 @@ class TePluginConfig(types.MaxTextConfig):
             raise ValueError("\n".join(problems))
         object.__setattr__(self, "te_plugin_segment_capacity", _capacity(self))
         return self
+
+
+# Settings of MaxText's other quantisation schemes.
+_OTHER_SCHEMES = (
+    "quant_cfg_path",
+    "quantize_kvcache",
+    "replicate_quant_scale",
+    "weight_block_size",
+    "weight_quantization_calibration_method",
+    "act_quantization_calibration_method",
+    "bwd_quantization_calibration_method",
+    "drhs_grad_quantization_calibration_method",
+    "weight_sparsity_n",
+    "weight_sparsity_m",
+    "te_gmm_quantization",
+    "te_comm_gemm_overlap",
+)
 
 
 def _capacity(config) -> int:
@@ -114,6 +132,15 @@ def _quantization_problems(config):
     value = getattr(config.quantization, "value", config.quantization)
     if config.use_qwix_quantization:
         yield f"quantization={value} with use_qwix_quantization=true: each would quantise; set use_qwix_quantization=false"
+    for name in _OTHER_SCHEMES:
+        asked = getattr(config, name)
+        if asked != type(config).model_fields[name].default:
+            yield f"{name}={getattr(asked, 'value', asked)} would be ignored with quantization={value}; leave it out"
+    if getattr(config.shard_mode, "value", config.shard_mode) != "auto":
+        yield (
+            f"quantization={value} with shard_mode={getattr(config.shard_mode, 'value', config.shard_mode)}: te_plugin's "
+            "products follow shardings that XLA propagates; set shard_mode=auto"
+        )
     if precision == "fp8_delayed" and config.gradient_accumulation_steps > 1:
         yield (
             f"quantization={value} with gradient_accumulation_steps={config.gradient_accumulation_steps}: MaxText "
@@ -152,6 +179,10 @@ def _ignored(config):
                 "te_plugin_dq_accumulation",
                 "te_plugin_deterministic",
             },
+        ),
+        "attention=te_plugin and quantization=te_plugin_*": (
+            config.attention == ATTENTION or precision is not None,
+            {"te_plugin_fallback"},
         ),
         "quantization=te_plugin_fp8_delayed": (
             precision == "fp8_delayed",

@@ -1,7 +1,7 @@
-"""install(): puts te_plugin behind three functions and one method of MaxText, after checking that they are what it expects.
+"""install(): puts te_plugin behind five functions and methods of MaxText, after checking that they are what it expects.
 
-MaxText has no registry for attention kernels or quantisation; it looks these four up by attribute each time a model is traced,
-so they can be replaced from outside. Every replacement calls the original unless the configuration names te_plugin.
+MaxText has no registry for attention kernels or quantisation; it looks these five up by attribute each time it calls them, so
+they can be replaced from outside. Every replacement calls the original unless the configuration names te_plugin.
 """
 
 from __future__ import annotations
@@ -130,13 +130,16 @@ def install() -> None:
         original = _find(seam)
         if not getattr(original, MARK, False):
             found.append((seam, original, _check_signature(seam, original)))
-    for seam, original, signature in found:
-        module, name = seam.wrap.split(":")
-        wrapper = getattr(importlib.import_module(module), name)(original, signature)
-        wrapper = functools.wraps(original)(wrapper)
-        setattr(wrapper, MARK, True)
-        holder, attribute = seam.holder()
-        setattr(holder, attribute, wrapper)
+    made = [(seam, _wrapper(seam, original, signature)) for seam, original, signature in found]
+    for seam, wrapper in made:
+        setattr(*seam.holder(), wrapper)
+
+
+def _wrapper(seam: Seam, original: Callable, signature: inspect.Signature) -> Callable:
+    module, name = seam.wrap.split(":")
+    wrapper = functools.wraps(original)(getattr(importlib.import_module(module), name)(original, signature))
+    setattr(wrapper, MARK, True)
+    return wrapper
 
 
 def is_installed() -> bool:

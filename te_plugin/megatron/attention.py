@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from te_plugin.config import ConfigError
 from te_plugin.megatron.arguments import refuse_unknown
-from te_plugin.megatron.quant import refuse_unsupported
+from te_plugin.megatron.refused import refuse_unsupported
 from te_plugin.megatron.rope import RopeOptions, inverse_frequencies
 from te_plugin.torch import functional
 from te_plugin.torch.call import version_of
@@ -47,6 +47,12 @@ class AttentionOptions:
     dq_accumulation: str = "fp32"
     deterministic: bool = False
 
+    def __post_init__(self):
+        if self.layout not in (None, "thd", "bshd"):
+            raise ConfigError(f"AttentionOptions.layout={self.layout!r} is not one of None, 'thd', 'bshd'")
+        if not isinstance(self.deterministic, bool):
+            raise ConfigError(f"AttentionOptions.deterministic={self.deterministic!r} must be True or False")
+
     @staticmethod
     def from_config(cfg) -> AttentionOptions:
         """From a run's config.Config."""
@@ -69,6 +75,8 @@ class CoreAttention(torch.nn.Module):
         refuse_unsupported(config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _refuse(config, attention_type, dropout, k_channels, v_channels)
+        if options.rope is not None:
+            _refuse_rotation(config)
         self.config = config
         self.layer_number = layer_number
         self.options = options
@@ -219,6 +227,9 @@ def _require_padding_at_the_end(attention_mask: torch.Tensor) -> None:
 def _window(config, options: AttentionOptions) -> tuple[int, int] | None:
     """(left, right) from options.window_left or config.window_size; both set and different is an error."""
     asked = getattr(config, "window_size", None)
+    if isinstance(asked, int):
+        raise ConfigError(f"config.window_size={asked} does not say which side; a causal window of W keys, the row's own "
+                          f"included, is (W - 1, 0)")
     asked = None if asked is None else tuple(asked)
     own = None if options.window_left is None else (options.window_left, 0)
     if asked is not None and own is not None and asked != own:
@@ -250,3 +261,11 @@ def _refuse(config, attention_type: str, dropout: float, k_channels: int | None,
             raise ConfigError(f"config.{name}={getattr(config, name)!r} is not supported: {why}. Unset it")
     if getattr(config, "softmax_type", "vanilla") != "vanilla":
         raise ConfigError(f"softmax_type={config.softmax_type!r} is not supported: use 'vanilla'")
+
+
+def _refuse_rotation(config) -> None:
+    """Rotations that Megatron's rotary module would do, and this one does not."""
+    for name, why in (("rotary_interleaved", "pairs are (i, i + D/2)"), ("mrope_section", "a token has one position")):
+        if getattr(config, name, None):
+            raise ConfigError(f"config.{name}={getattr(config, name)!r} with RoPE inside core attention: {why}. Unset it, or "
+                              f"leave AttentionOptions.rope out and positions to Megatron's rotary module")

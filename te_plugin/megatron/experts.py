@@ -16,7 +16,8 @@ from te_plugin.config import ConfigError
 from te_plugin.megatron.arguments import initialise_shard, new_parameter, refuse_unknown
 from te_plugin.megatron.checkpoint import sharded_experts
 from te_plugin.megatron.linear import PrecisionLayer, default_precision
-from te_plugin.megatron.quant import parse_payload, refuse_unsupported
+from te_plugin.megatron.quant import LinearPrecision
+from te_plugin.megatron.refused import refuse_unsupported
 from te_plugin.torch import functional
 
 
@@ -44,17 +45,14 @@ class GroupedLinear(PrecisionLayer):
         self.is_first_microbatch = True
         self._set_precision(default_precision(config.params_dtype))
 
-    def finish_init(self, quant_config) -> None:
-        """Megatron's hook: take the precision that quant_recipe gives these experts."""
-        precision = parse_payload(quant_config, default_precision(self.config.params_dtype))
-        precision.check_features(self.name or "experts", self.in_features, self.out_features)
+    def check_precision(self, precision: LinearPrecision, where: str) -> None:
+        super().check_precision(precision, where)
         if precision.precision == "fp8_delayed":
             raise ConfigError("grouped experts with fp8_delayed: amax histories per expert are not kept; use fp8_current, "
                               "fp8_rowwise or fp8_block, or moe.grouped_gemm=false")
         if precision.forward_accumulation != "fp32":
             raise ConfigError(f"grouped experts with forward_accumulation={precision.forward_accumulation}: grouped products add "
                               f"in FP32; leave it out of the payload that matches them, or set moe.grouped_gemm=false")
-        self._set_precision(precision)
 
     def forward(self, x: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
         return functional.grouped_linear(x, self.weight, tokens_per_expert, state=self.step_state(), **self.call_options())

@@ -21,7 +21,8 @@ from megatron.core.utils import divide, get_pg_rank, get_pg_size, get_tensor_mod
 
 from te_plugin.config import ConfigError
 from te_plugin.megatron.arguments import initialise_shard, mark_tensor_parallel, new_parameter, refuse_unknown
-from te_plugin.megatron.quant import LinearPrecision, parse_payload, refuse_unsupported
+from te_plugin.megatron.quant import LinearPrecision, parse_payload
+from te_plugin.megatron.refused import refuse_unsupported
 from te_plugin.torch import functional
 from te_plugin.torch.state import LinearState
 
@@ -41,7 +42,7 @@ def make_state(precision: LinearPrecision) -> LinearState | None:
 
 
 class PrecisionLayer(torch.nn.Module):
-    """The precision of a layer with one `weight`, and its FP8 state.
+    """The precision of a layer with one `weight` [..., out_features, in_features], and its FP8 state.
 
     precision: the LinearPrecision in force (finish_init sets it from quant_recipe). is_first_microbatch: Megatron sets it at the
     start of a step; the FP8 copy of the weight made then serves the step's other microbatches.
@@ -54,6 +55,21 @@ class PrecisionLayer(torch.nn.Module):
     def reset_state(self) -> None:
         """A fresh FP8 state on torch's default device: no cached weight, no amax history."""
         self.state = make_state(self.precision)
+
+    def finish_init(self, quant_config) -> None:
+        """Megatron's hook at the end of model construction: take the precision that quant_recipe gives this layer."""
+        precision = parse_payload(quant_config, default_precision(self.config.params_dtype))
+        where = self.name or (quant_config.match_input.module_path if quant_config is not None else type(self).__name__)
+        self.check_precision(precision, where)
+        self._set_precision(precision)
+
+    def check_precision(self, precision: LinearPrecision, where: str) -> None:
+        """ConfigError where this layer's sizes or the dtype of its parameters cannot be computed in `precision`."""
+        precision.check_features(where, self.in_features, self.out_features)
+        if precision.precision == "fp32" and self.weight.dtype != torch.float32:
+            raise ConfigError(f"{where}: precision fp32 with {self.weight.dtype} parameters; set params_dtype=torch.float32")
+        if precision.precision != "fp32" and self.weight.dtype == torch.float32 and not precision.is_fp8:
+            raise ConfigError(f"{where}: precision bf16 with FP32 parameters; set params_dtype=torch.bfloat16, or ask for fp32")
 
     def step_state(self) -> LinearState | None:
         """The FP8 state for one call; the first call of a step drops the weight that was cached in the step before."""
@@ -117,17 +133,6 @@ class ParallelLinear(PrecisionLayer):
 
     def _mark_bias(self, stride: int, expert_parallel: bool) -> None:
         raise NotImplementedError
-
-    def finish_init(self, quant_config) -> None:
-        """Megatron's hook at the end of model construction: take the precision that quant_recipe gives this layer."""
-        precision = parse_payload(quant_config, default_precision(self.config.params_dtype))
-        where = self.name or (quant_config.match_input.module_path if quant_config is not None else type(self).__name__)
-        precision.check_features(where, self.in_features, self.out_features)
-        if precision.precision == "fp32" and self.weight.dtype != torch.float32:
-            raise ConfigError(f"{where}: precision fp32 with {self.weight.dtype} parameters; set params_dtype=torch.float32")
-        if precision.precision != "fp32" and self.weight.dtype == torch.float32 and not precision.is_fp8:
-            raise ConfigError(f"{where}: precision bf16 with FP32 parameters; set params_dtype=torch.bfloat16, or ask for fp32")
-        self._set_precision(precision)
 
     def call_options(self) -> dict:
         return {**super().call_options(), "forward_accumulation": self.precision.forward_accumulation}

@@ -58,7 +58,7 @@ class LinearPrecision:
         for name in ("keep_transpose", "pow2_scale", "main_grad"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be true or false")
-        if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
+        if type(self.amax_history_len) is not int or self.amax_history_len < 1:
             raise ConfigError(f"amax_history_len={self.amax_history_len!r} must be a positive integer")
         if self.pow2_scale and not self.is_fp8:
             raise ConfigError(f"pow2_scale=true: precision {self.precision} has no scales; leave it out")
@@ -124,38 +124,6 @@ def quant_recipe(cfg, first_layer: int = 0, num_layers: int | None = None) -> Re
         config_dict={"default": {PAYLOAD_KEY: settings},
                      "high_precision": {PAYLOAD_KEY: {**settings, "precision": high, "pow2_scale": False,
                                                                 "forward_accumulation": "fp32"}}})
-
-
-def refuse_unsupported(config) -> None:
-    """ConfigError for TransformerConfig fields that this plugin would otherwise accept and ignore."""
-    for name in ("fp8", "fp4"):
-        if getattr(config, name, None):
-            raise ConfigError(
-                f"config.{name}={getattr(config, name)!r}: Megatron hands this to TransformerEngine, and without it the model "
-                f"would silently train in BF16. Use quant_recipe instead (te_plugin.megatron.quant_recipe, or "
-                f"--te-precision-config-file with te_plugin payloads) and leave config.{name} unset")
-    refused = {
-        "use_kitchen": "the layers would not be this plugin's",
-        "tp_comm_overlap": "these layers do not overlap tensor-parallel communication themselves",
-        "symmetric_ar_type": "symmetric-memory all-reduce is not available in these layers",
-        "delay_wgrad_compute": "weight gradients are computed in the backward pass, not delayed",
-        "cpu_offloading": "offloading of these layers' activations is not available",
-        "use_transformer_engine_op_fuser": "that fuses TransformerEngine modules",
-        "fp8_param": "parameters stay in params_dtype, and FP8 copies of them are made in forward",
-        "first_last_layers_bf16": "it belongs to config.fp8; match those layers to a bf16 payload in quant_recipe",
-        "fp8_dot_product_attention": "it belongs to config.fp8; FP8 attention is AttentionOptions(precision='fp8')",
-        "fp8_multi_head_attention": "it belongs to config.fp8; FP8 attention is AttentionOptions(precision='fp8')",
-        "disable_parameter_transpose_cache": "it belongs to config.fp8; a quant_recipe payload says keep_transpose: false",
-        "activation_func_fp8_input_store": "the input of SwiGLU is kept in params_dtype",
-        "fp32_residual_connection": "norms and linear layers take activations in the dtype of their parameters",
-        "batch_invariant_mode": "kernels are chosen by shape, so a row's result may depend on the rows beside it",
-        "layernorm_zero_centered_gamma": "the norm multiplies by its weight, not by one plus its weight",
-        "gradient_accumulation_fusion": "the stock output layer needs an Apex extension for it; these layers fuse when a "
-                                        "quant_recipe payload says main_grad: true",
-    }
-    for name, why in refused.items():
-        if getattr(config, name, None):
-            raise ConfigError(f"config.{name}={getattr(config, name)!r} is not supported: {why}. Unset it")
 
 
 def precision_report(model) -> dict[str, str]:

@@ -28,7 +28,7 @@ from te_plugin.megatron.experts import GroupedExperts, Router
 from te_plugin.megatron.linear import ColumnParallelLinear, RowParallelLinear
 from te_plugin.megatron.norm import RMSNorm, SwiGLU
 from te_plugin.megatron.norm_linear import GatedMLP, LayerNormColumnParallelLinear
-from te_plugin.megatron.quant import refuse_unsupported
+from te_plugin.megatron.refused import refuse_model, refuse_unsupported
 from te_plugin.megatron.rope import RopeOptions
 
 
@@ -85,9 +85,12 @@ def layer_spec(config, vp_stage: int | None = None, *, attention: AttentionOptio
     backward, with one rounding less than a sum outside.
     ConfigError for settings that would be accepted and ignored, config.fp8 first of all.
     """
+    if not isinstance(fuse, bool):
+        raise ConfigError(f"fuse={fuse!r} must be True or False")
     refuse_unsupported(config)
-    _refuse_model(config)
-    _refuse_norm_handling(config, fuse)
+    refuse_model(config, fuse)
+    if attention.rope is not None:
+        _refuse_second_rotation(getattr(config, "position_embedding_type", "none"))
     provider = PluginSpecProvider(attention, fallback, fuse)
     layers = [_layer(config, provider, _is_moe(config, index))
               for index in _layer_indices(config, vp_stage, pp_rank)]
@@ -99,20 +102,25 @@ def rope_layer_spec(config, vp_stage: int | None = None) -> TransformerBlockSubm
 
     ConfigError unless position_embedding_type is "none": anything else would rotate twice or add learned positions.
     """
-    kind = getattr(config, "position_embedding_type", None)
-    if kind != "none":
-        raise ConfigError(f"rope_layer_spec rotates inside core attention, and position_embedding_type={kind!r}; set it to "
-                          f"'none' (--position-embedding-type none), or use layer_spec")
+    _refuse_second_rotation(getattr(config, "position_embedding_type", None))
     base = getattr(config, "rotary_base", None)
     if base is None:
         raise ConfigError("rope_layer_spec reads config.rotary_base, and this config has none; use layer_spec(config, "
                           "attention=AttentionOptions(rope=RopeOptions(theta=...)))")
-    if getattr(config, "rotary_percent", 1.0) != 1.0 or getattr(config, "rotary_interleaved", False):
-        raise ConfigError("rotary_percent other than 1.0 and rotary_interleaved are not supported; unset them")
+    for name, nothing in (("rotary_percent", 1.0), ("seq_len_interpolation_factor", None)):
+        if getattr(config, name, nothing) != nothing:
+            raise ConfigError(f"{name}={getattr(config, name)} is not supported: RoPE inside core attention rotates whole heads "
+                              f"by whole positions. Leave it at {nothing}, or use layer_spec and Megatron's rotary module")
     rope = RopeOptions(theta=float(base))
     if getattr(config, "use_rope_scaling", False) or getattr(config, "rope_scaling", False):
         rope = replace(rope, factor=float(getattr(config, "rope_scaling_factor", 8.0)))
     return layer_spec(config, vp_stage, attention=AttentionOptions(rope=rope))
+
+
+def _refuse_second_rotation(kind: str | None) -> None:
+    if kind != "none":
+        raise ConfigError(f"RoPE is inside core attention here, and position_embedding_type={kind!r}; set it to 'none' "
+                          f"(--position-embedding-type none), or use layer_spec without AttentionOptions.rope")
 
 
 def _layer(config, provider: PluginSpecProvider, moe: bool) -> ModuleSpec:
@@ -161,33 +169,3 @@ def _is_moe(config, layer: int) -> bool:
         return False
     freq = config.moe_layer_freq
     return layer % freq == 0 if isinstance(freq, int) else bool(freq[layer])
-
-
-def _refuse_norm_handling(config, fuse: bool) -> None:
-    """What Megatron does to norms that are modules of their own, it leaves out without a word where there is none.
-
-    And what frees the output of a norm would free its input, where fused_residual_rmsnorm makes that an output too.
-    """
-    asked, joined = [], getattr(config, "fused_residual_rmsnorm", False)
-    if fuse and joined and not config.num_moe_experts:
-        raise ConfigError("fused_residual_rmsnorm=True: no norm of this model stands alone before a residual; unset it, or build "
-                          "the specification with fuse=False")
-    if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or []):
-        asked.append("recompute_modules has 'layernorm'")
-    asked += [f"offload_modules has '{name}'" for name in ("attn_norm", "mlp_norm")
-              if getattr(config, "fine_grained_activation_offloading", False) and name in (config.offload_modules or [])]
-    if asked and joined:
-        raise ConfigError(f"{asked[0]}: that frees the norm's outputs, and with fused_residual_rmsnorm=True one of them is its "
-                          f"input; set one of the two only")
-    if asked and fuse:
-        raise ConfigError(f"{asked[0]}: the norms belong to the linear layers after them here, and keep no output in FP8; remove "
-                          f"it, or build the specification with fuse=False")
-
-
-def _refuse_model(config) -> None:
-    if config.normalization != "RMSNorm":
-        raise ConfigError(f"normalization={config.normalization!r}: this specification builds llamas; set 'RMSNorm'")
-    for name in ("multi_latent_attention", "qk_l2_norm", "mtp_num_layers", "experimental_attention_variant",
-                 "heterogeneous_block_specs"):
-        if getattr(config, name, None):
-            raise ConfigError(f"config.{name}={getattr(config, name)!r} is not in this specification; unset it")

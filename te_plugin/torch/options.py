@@ -47,7 +47,10 @@ def _made(cls, *values):
 
 @functools.lru_cache(maxsize=4096)
 def _decode(cls, key: str):
-    return cls(*[_value(field, text) for field, text in zip(dataclasses.fields(cls), key.split(";"), strict=True)])
+    fields, parts = dataclasses.fields(cls), key.split(";")
+    if len(parts) != len(fields):
+        raise ValueError(f"a name holds a semicolon: {key}")
+    return cls(*[_value(field, text) for field, text in zip(fields, parts, strict=True)])
 
 
 def _value(field: dataclasses.Field, text: str):

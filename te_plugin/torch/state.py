@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from te_plugin import numerics
 from te_plugin.ops.checks import check_flags
 from te_plugin.ops.linear_checks import check_pow2
-from te_plugin.torch.call import is_direct, version_of
+from te_plugin.torch.call import is_direct, target_of, version_of
 from te_plugin.torch.delayed_scaling import DelayedScaling
 from te_plugin.torch.options import options as options_of
 from te_plugin.torch.quantize import QuantizedTensor, QuantizeOptions, quantize_operand
@@ -93,7 +93,8 @@ class LinearState(nn.Module):
         """
         if self.delayed is None or torch.compiler.is_compiling():
             return
-        if self.delayed.scale.device != weight.device and not weight.is_meta:  # a weight that was loaded elsewhere
+        if self.delayed.scale.device != weight.device:  # a weight that was loaded elsewhere
+            target_of(weight.device)  # PlanError for "meta", where no kernel runs
             self.delayed.to(weight.device)
         if self._explicit_steps:
             return

@@ -71,3 +71,11 @@ def test_shapes_that_do_not_belong_together_are_refused():
     q = jnp.ones((1, 4, 1, 16), jnp.float32)
     with pytest.raises(ValueError, match="segment_ids"):
         attention_by_segment_ids(q, q, q, rows_of([1, 1]), max_segments=1)
+    ids = rows_of([1, 1, 2, 2])
+    two = jnp.ones((2, 4, 1, 16), jnp.float32)
+    with pytest.raises(ValueError, match=r"k has \(2, 4\) rows and tokens"):  # the second row's keys went unseen
+        attention_by_segment_ids(q, two, two, ids, max_segments=2)
+    with pytest.raises(ValueError, match="segment_ids must be integers, got float32"):
+        attention_by_segment_ids(q, q, q, ids.astype(jnp.float32), max_segments=2)
+    with pytest.raises(ValueError, match="max_segments=0 must be"):
+        attention_by_segment_ids(q, q, q, ids, max_segments=0)

@@ -3,12 +3,14 @@
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 from small import batches, config
 
 from te_plugin.jax import attention_by_segment_ids
+from te_plugin.maxtext.attention import _sharded
 from te_plugin.maxtext.model import TrainedModel
 
 precision = sys.argv[1]
@@ -40,4 +42,21 @@ q = jax.device_put(jnp.ones((4, 256, 4, 32)), place)
 ids = jnp.ones((4, 256), jnp.int32)
 opaque = jax.jit(lambda q: attention_by_segment_ids(q, q, q, ids, max_segments=1), in_shardings=place)
 found["control"] = gathered(opaque.lower(q).compile().as_text())
+
+# Rules of a user's own may split query heads over more devices than there are kv heads.
+tensor = jax.make_mesh((4,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+op = SimpleNamespace(mesh=tensor, flash_axis_names_q=None, _logical_to_mesh_axes=lambda _: (None, "tensor", None, None))
+ids = jnp.asarray([[1] * 9 + [2] * 7, [1] * 5 + [2] * 6 + [0] * 5], jnp.int32)
+
+
+def gradients(run, *arrays):
+    return jax.grad(lambda *qkv: (run(*qkv, ids) ** 2).sum(), (0, 1, 2))(*arrays)
+
+
+for kv_heads in (1, 2, 8):
+    shapes = (2, 16, 8, 16), (2, 16, kv_heads, 16), (2, 16, kv_heads, 16)
+    qkv = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+    split = gradients(lambda *given: _sharded(op, *given, {"max_segments": 2}), *qkv)
+    whole = gradients(lambda *given: attention_by_segment_ids(*given, max_segments=2), *qkv)
+    found[f"{kv_heads} kv heads"] = max(float(jnp.abs(a - b).max()) for a, b in zip(split, whole, strict=True))
 print(json.dumps(found))

@@ -40,6 +40,11 @@ def test_maxtexts_own_names_still_pass():
     (dict(quantization="te_plugin_fp8_delayed", gradient_accumulation_steps=2), ["gradient_accumulation_steps=2", "fp8_delayed"]),
     (dict(quantization="te_plugin_fp8_current", use_qwix_quantization=True), ["use_qwix_quantization"]),
     (dict(quantization="te_plugin_fp8_nothing"), ["quantization"]),
+    (dict(quantization="te_plugin_fp8_current", weight_sparsity_n=2, weight_sparsity_m=4), ["weight_sparsity_n=2", "ignored"]),
+    (dict(quantization="te_plugin_fp8_current", bwd_quantization_calibration_method="fixed,1"), ["bwd_quantization", "ignored"]),
+    (dict(quantization="te_plugin_no_quant", te_gmm_quantization="te_no_quant"), ["te_gmm_quantization=te_no_quant", "ignored"]),
+    (dict(quantization="te_plugin_fp8_current", shard_mode="explicit"), ["shard_mode=explicit", "shard_mode=auto"]),
+    (dict(te_plugin_fallback="warn"), ["te_plugin_fallback=warn", "attention=te_plugin and quantization=te_plugin_*"]),
 ])  # fmt: skip
 def test_what_would_be_ignored_or_wrong_is_refused_by_name(overrides, words):
     with pytest.raises(Exception) as refused:

@@ -25,3 +25,5 @@ def test_four_devices_give_the_loss_of_one_and_gather_no_q_k_or_v(precision):
     assert found["calls"] >= 2, "forward and backward are in the program"
     assert found["control"], "the search finds what an opaque call gathers"
     assert found["gathered"] == []
+    for kv_heads in (1, 2, 8):
+        assert found[f"{kv_heads} kv heads"] < 1e-4, "every device takes the kv head that its query heads belong to"

@@ -71,3 +71,14 @@ def test_a_function_that_is_gone_is_named(monkeypatch):
     monkeypatch.setattr(module, "SEAMS", (Seam("maxtext.layers.quantizations", "no_such_function", (), "x:y"),))
     with pytest.raises(SeamError, match="maxtext.layers.quantizations.no_such_function does not exist"):
         install()
+
+
+def test_a_wrapper_that_cannot_be_made_changes_nothing(monkeypatch):
+    """The first seams stayed wrapped where a later one's module could not be imported."""
+    holder = seam_of(lambda query: query, monkeypatch, ("query",))
+    original = holder.target
+    broken = Seam("maxtext.somewhere", "target", ("query",), "te_plugin.no_module:x")
+    monkeypatch.setattr(module, "SEAMS", (*module.SEAMS, broken))
+    with pytest.raises(ModuleNotFoundError, match="te_plugin.no_module"):
+        install()
+    assert holder.target is original

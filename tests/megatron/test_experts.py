@@ -6,6 +6,9 @@ import dataclasses
 
 import pytest
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.quantization.quant_config import RecipeConfig
+from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron_models import build, mean_loss, packed_batch, small_config
 
 from te_plugin import megatron as plugin
@@ -133,6 +136,20 @@ def test_padding_rows_change_no_expert_and_no_router():
         grads.append({name: p.grad.clone() for name, p in model.named_parameters() if "mlp" in name})
     for name in grads[0]:
         torch.testing.assert_close(grads[0][name], grads[1][name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.bfloat16), ("bf16", torch.float32)])
+def test_grouped_experts_refuse_a_precision_that_is_not_their_parameters(precision, dtype):
+    """They would compute in the parameters' dtype, and report the other."""
+    cfg = small_config("moe=tiny")
+    plugin.initialize(cfg)
+    config = dataclasses.replace(plugin.transformer_config(cfg), params_dtype=dtype)
+    experts = plugin.GroupedExperts(2, config, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+    recipe = {"configs": {"mine": {"te_plugin": {"precision": precision}}},
+              "matchers": {"all": {"type": "glob", "enabled": True, "pattern": "*", "config": "mine"}}}
+    matched = get_quant_config_or_none("mlp.experts.linear_fc1", RecipeConfig.from_config_dict(recipe))
+    with pytest.raises(ConfigError, match=f"mlp.experts.linear_fc1: precision {precision} with .* parameters"):
+        experts.linear_fc1.finish_init(matched)
 
 
 def test_grouped_experts_refuse_fast_accumulation():

@@ -1,4 +1,4 @@
-"""Rotary embedding: frequencies, Llama 3.1 scaling, positions under packing and context parallelism."""
+"""Rotary embedding: frequencies, Llama 3.1 scaling, positions under packing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron_models import build, packed_batch
 
 from te_plugin import megatron as plugin
-from te_plugin.megatron.rope import RopeOptions, context_parallel_positions, inverse_frequencies
+from te_plugin.megatron.rope import RopeOptions, inverse_frequencies
 from te_plugin.torch import functional
 from te_plugin.torch.batch import to_device
 
@@ -42,21 +42,15 @@ def test_llama_3_1_scaling_keeps_fast_pairs_stretches_slow_ones_and_blends_betwe
     assert between.any() and (scaled[between] < plain[between]).all() and (scaled[between] > plain[between] / 8).all()
 
 
+@pytest.mark.parametrize("options", [RopeOptions(theta=0.0), RopeOptions(theta=-1e4), RopeOptions(theta=1e4, factor=0.0)])
+def test_a_base_or_factor_that_gives_no_frequencies_is_refused(options):
+    with pytest.raises(ValueError, match="must be above 0"):
+        inverse_frequencies(8, options)
+
+
 def test_an_odd_head_dim_is_refused():
     with pytest.raises(ValueError, match="head_dim 5 is odd"):
         inverse_frequencies(5, RopeOptions(theta=10000.0))
-
-
-@pytest.mark.report("NVIDIA/Megatron-LM#5243")
-@pytest.mark.parametrize(("table", "rank", "rows"), [
-    ("packed", 0, [0, 3, 4, 7]), ("packed", 1, [1, 2, 5, 6]), ("per_segment", 0, [0, 3, 0, 3]), ("per_segment", 1, [1, 2, 1, 2])])
-def test_rotary_rows_of_a_context_parallel_rank(table, rank, rows):
-    assert context_parallel_positions([0, 4, 8], cp_size=2, cp_rank=rank, table=table) == rows
-
-
-def test_a_segment_that_cannot_be_cut_for_context_parallelism_is_refused():
-    with pytest.raises(ValueError, match="multiple of 4"):
-        context_parallel_positions([0, 4, 10], cp_size=2, cp_rank=0)
 
 
 @pytest.mark.report("NVIDIA/Megatron-LM#453")

@@ -94,8 +94,22 @@ def test_rotation_inside_attention_refuses_a_model_that_also_rotates_outside():
         config.position_embedding_type = kind
         with pytest.raises(ConfigError, match="set it to 'none'"):
             plugin.rope_layer_spec(config)
+        options = plugin.AttentionOptions(rope=plugin.RopeOptions(theta=1e4))
+        with pytest.raises(ConfigError, match="set it to 'none'"):
+            plugin.layer_spec(config, attention=options)
     config.position_embedding_type = "none"
     with pytest.raises(ConfigError, match="rotary_base"):
+        plugin.rope_layer_spec(config)
+
+
+@pytest.mark.report("NVIDIA/Megatron-LM#2902")
+@pytest.mark.parametrize(("field", "value"), [("rotary_percent", 0.5), ("seq_len_interpolation_factor", 2.0)])
+def test_rotation_inside_attention_refuses_partial_and_interpolated_rotation(field, value):
+    """Megatron-LM's --rotary-percent and --rotary-seq-len-interpolation-factor."""
+    from megatron.training.models.gpt import GPTModelConfig
+
+    config = GPTModelConfig(transformer=transformer(), vocab_size=128, position_embedding_type="none", **{field: value})
+    with pytest.raises(ConfigError, match=f"{field}={value}"):
         plugin.rope_layer_spec(config)
 
 
@@ -108,6 +122,7 @@ def test_rope_scaling_of_the_model_config_reaches_attention():
     assert options.rope == plugin.RopeOptions(theta=500000.0, factor=8.0)
 
 
+@pytest.mark.report("NVIDIA/Megatron-LM#6059")
 @pytest.mark.parametrize(("freq", "expected"), [
     (1, [True] * 4), (2, [True, False, True, False]), ([0, 1, 1, 0], [False, True, True, False])])
 def test_moe_layer_freq_says_which_layers_are_mixtures(freq, expected):
@@ -152,6 +167,15 @@ def test_what_the_cpu_cannot_run_is_refused_by_name(change, says):
         setattr(cfg.parallel, name, value)
     with pytest.raises(ConfigError, match=f"parallel.{says}|model.{says}"):
         plugin.transformer_config(cfg)
+
+
+def test_options_that_would_mean_nothing_are_refused_where_they_are_written():
+    """A layout of another name let both layouts through; text is true whatever it says."""
+    for options in (dict(layout="TDH"), dict(deterministic="false")):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            plugin.AttentionOptions(**options)
+    with pytest.raises(ConfigError, match="fuse='false' must be True or False"):
+        plugin.layer_spec(transformer(), fuse="false")
 
 
 def test_building_before_the_process_groups_exist_says_what_to_call():

@@ -168,6 +168,42 @@ def test_second_derivatives_through_fp8_are_refused_and_not_zero(function):
         jax.grad(lambda x: (jax.grad(loss)(x) ** 2).sum())(x)
 
 
+def test_shapes_that_are_no_matrices_are_refused_with_those_that_are_taken():
+    x, w = jnp.ones((4, 128)), jnp.ones((128, 128))
+    for arguments, says in ((([[1.0]], w), "x is a list"), ((jnp.float32(1), w), r"got \(\)"), ((x, w[None]), r"\(1, 128")):
+        with pytest.raises(ValueError, match=r"linear takes x\[...,K\], weight\[N,K\].*" + says):
+            tj.linear(*arguments)
+    with pytest.raises(ValueError, match="scale has 2 numbers"):
+        tj.quantize(x, scale=jnp.ones(2))
+    assert tj.quantize(x, scale=2.0).scale_inv == 0.5
+
+
+def test_experts_of_another_dtype_are_cast_as_a_linear_layers_weight_is(rng):
+    x = jnp.asarray(rng.standard_normal((8, 128)), jnp.bfloat16)
+    w = jnp.asarray(rng.standard_normal((2, 128, 128), dtype=np.float32))
+    sizes = jnp.array([3, 5])
+    y, dw = jax.value_and_grad(lambda w: tj.grouped_linear(x, w, sizes).astype(jnp.float32).sum())(w)
+    assert y == tj.grouped_linear(x, w.astype(jnp.bfloat16), sizes).astype(jnp.float32).sum() and dw.dtype == jnp.float32
+
+
+def test_float64_products_are_added_up_in_float64(rng):
+    with jax.enable_x64(True):
+        x, w = (jnp.asarray(rng.standard_normal((128, 128))) for _ in range(2))
+        assert np.abs(tj.linear(x, w) - np.asarray(x) @ np.asarray(w).T).max() < 1e-12
+
+
+@pytest.mark.report("jax-ml/jax#12008")
+@pytest.mark.parametrize("function", ["linear", "attention"])
+def test_float32_products_are_not_left_to_tensor_cores_of_fewer_bits(function):
+    """XLA's default precision is TF32 on a GPU, ten bits of mantissa; forward and backward say otherwise."""
+    x, cu = jnp.ones((8, 128)), jnp.array([0, 8], jnp.int32)
+    if function == "linear":
+        run = lambda x: (tj.linear(x, jnp.ones((128, 128))) ** 2).sum()
+    else:
+        run = lambda x: (tj.attention(*(x.reshape(8, 4, 32),) * 3, cu_seqlens_q=cu, kernel="composite") ** 2).sum()
+    program = str(jax.make_jaxpr(jax.grad(run))(x))
+    assert program.count("dot_general[") >= 2
+    assert program.count("dot_general[") == program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
 @pytest.mark.parametrize("call", [
     lambda v: tj.linear(jnp.ones((16, 64)), jnp.ones((64, 64)), precision="fp8_current", pow2_scale=v),
     lambda v: tj.grouped_linear(jnp.ones((16, 64)), jnp.ones((1, 64, 64)), jnp.array([16]), "fp8_current", pow2_scale=v),

@@ -5,7 +5,18 @@ import pytest
 import torch
 
 from te_plugin import oracle
-from te_plugin.numerics import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, E8M0, FORMATS, GRANULARITIES, fp8_max, scale_from_amax
+from te_plugin.numerics import (
+    E4M3,
+    E4M3_FNUZ,
+    E5M2,
+    E5M2_FNUZ,
+    E8M0,
+    FORMATS,
+    GRANULARITIES,
+    fp8_max,
+    scale_from_amax,
+    token_multiple,
+)
 
 TORCH = {fmt: getattr(torch, fmt.torch_dtype) for fmt in FORMATS.values()}
 
@@ -164,3 +175,15 @@ def test_delayed_scaling_trajectory_idle_steps_and_groups():
     assert grouped.scale == 896
     latest = oracle.DelayedScaling(E4M3, window=4, compute="most_recent")
     assert [float(latest.step(a)) for a in amax] == [1, 224, 56, 448, 896, 896, 896]
+
+
+@pytest.mark.parametrize("arguments, multiple", [
+    (("bf16",), 1), (("fp8_current",), 16), (("mxfp8",), 32), (("fp8_current", 2), 16), (("fp8_current", 2, 1, True), 32),
+    (("bf16", 1, 2), 4), (("fp8_block", 2, 4, True), 256)])  # fmt: skip
+def test_a_row_that_needs_no_padding_has_a_multiple_of_what_the_gemm_and_the_ranks_take(arguments, multiple):
+    assert token_multiple(*arguments) == multiple
+
+
+def test_no_rank_at_all_has_no_multiple():
+    with pytest.raises(ValueError, match="tp=0, cp=1: at least one rank"):
+        token_multiple("fp8_current", tp=0)

@@ -6,6 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
 import te_plugin.torch as tp
+from te_plugin.plan import PlanError
 from te_plugin.torch.attention import attention
 from te_plugin.torch.linear import _Fp8Linear, linear
 from te_plugin.torch.norm_linear import gated_mlp, layer_norm_linear
@@ -121,3 +122,10 @@ def test_fake_tensors_have_shapes_and_no_memory_that_a_kernel_would_read(name):
     with FakeTensorMode() as mode:
         got = FP8_CALLS[name](*map(mode.from_tensor, inputs))
     assert isinstance(got, FakeTensor) and (got.shape, got.dtype) == (want.shape, want.dtype)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_current", "fp8_delayed"])
+def test_a_layer_without_memory_says_so_when_it_is_called(precision):
+    layer = tp.LayerNormMLP(128, 128, precision=precision, device="meta")
+    with pytest.raises(PlanError, match="tensors are on meta; kernels exist for cpu and cuda"):
+        layer(torch.ones(16, 128, device="meta"))

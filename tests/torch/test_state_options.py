@@ -23,6 +23,8 @@ def test_flags_are_true_or_false(options):
 def test_a_kernel_is_asked_for_by_name():
     with pytest.raises(ValueError, match="kernel=True must be a name"):
         tp.linear(torch.ones(16, 64), torch.ones(64, 64), kernel=True)
+    with pytest.raises(ValueError, match="a name holds a semicolon: .*a;b"):
+        tp.linear(torch.ones(16, 64), torch.ones(64, 64), kernel="a;b")
 
 
 def test_a_call_and_its_state_agree_on_the_kind_of_scale():
