@@ -96,7 +96,10 @@ def _keep_previous_config(run_dir: Path, cfg: Config) -> None:
         number = 1
         while (kept := run_dir / f"config.resolved.{number}.yaml").exists():
             number += 1
-        path.rename(kept)
+        try:
+            kept.write_bytes(path.read_bytes())  # a copy: the run has a configuration at every moment
+        except OSError as error:
+            raise ConfigError(f"{kept} cannot be written: {error.strerror}") from error
         for key, (old, new) in changed.items():
             say(f"resume: {key} was {old}, is {new} (earlier configuration: {kept.name})")
 

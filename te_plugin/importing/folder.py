@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from te_plugin.config.schema import ConfigError, ModelConfig
+from te_plugin.config.schema import ConfigError, ModelConfig, RopeScalingConfig
 from te_plugin.weights import llama_weights
 
 WEIGHTS = "weights.safetensors"
@@ -91,11 +91,12 @@ class ImportedWeights:
         self.path = Path(path)
         if not is_weights_folder(self.path):
             raise ConfigError(f"{path} holds no {WEIGHTS} and {MODEL}; make it with te-plugin import-hf")
-        values = yaml.safe_load((self.path / MODEL).read_text())
-        scaling = values.pop("rope_scaling")
-        self.model = ModelConfig(**values)
-        for key, value in scaling.items():
-            setattr(self.model.rope_scaling, key, value)
+        try:
+            values = yaml.safe_load((self.path / MODEL).read_text(encoding="utf-8"))
+            self.model = ModelConfig(**{**values, "rope_scaling": RopeScalingConfig(**values["rope_scaling"])})
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
+            raise ConfigError(f"{self.path / MODEL} is not what te-plugin import-hf wrote ({error}); import the weights "
+                              f"again") from error
 
     def check(self, model: ModelConfig) -> None:
         """ConfigError naming every size in which a run's model differs from these weights."""
@@ -108,17 +109,27 @@ class ImportedWeights:
 
     def torch_source(self):
         """name -> torch tensor, each read when asked for."""
-        from safetensors import safe_open
-
-        handle = safe_open(str(self.path / WEIGHTS), framework="pt")
-        return handle.get_tensor
+        return self._source("pt")
 
     def numpy_source(self):
         """name -> float32 array, each read when asked for."""
-        from safetensors import safe_open
+        read = self._source("np")
+        return lambda name: np.asarray(read(name), dtype=np.float32)
 
-        handle = safe_open(str(self.path / WEIGHTS), framework="np")
-        return lambda name: np.asarray(handle.get_tensor(name), dtype=np.float32)
+    def _source(self, framework: str):
+        from safetensors import SafetensorError, safe_open
+
+        path, handle = self.path / WEIGHTS, None
+
+        def read(name: str):
+            nonlocal handle
+            try:
+                handle = handle or safe_open(str(path), framework=framework)
+                return handle.get_tensor(name)
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{path} cannot be read: {error}; import the weights again") from error
+
+        return read
 
 
 def _plain(value):

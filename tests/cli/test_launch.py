@@ -1,5 +1,6 @@
 """The launcher alone makes the run directory, exclusively, and the exit code of a run is its verdict's."""
 
+import errno
 import multiprocessing
 import os
 import sys
@@ -61,6 +62,19 @@ def test_resume_with_changed_settings_keeps_both_configurations(tmp_path, capsys
     assert "optim.lr was 0.002, is 1e-05" in capsys.readouterr().out.replace(str(tiny().optim.lr), "0.002")
     launch.make_run_dir(tiny(f"run.dir={run_dir}", "run.resume=true", "optim.lr=1e-4"))
     assert load(run_dir / "config.resolved.2.yaml").optim.lr == 1e-5
+
+
+@pytest.mark.parametrize("full", ["config.resolved.1.yaml", "config.resolved.yaml"])
+def test_a_resume_that_is_cut_short_leaves_a_configuration_to_resume_from(tmp_path, monkeypatch, full):
+    run_dir = launch.make_run_dir(tiny(f"run.dir={tmp_path}/run"))
+
+    def no_space(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(*((Path, "write_bytes") if "1" in full else (launch, "write_config")), no_space)
+    with pytest.raises(ConfigError, match=f"{full} cannot be written: No space left"):
+        launch.make_run_dir(tiny(f"run.dir={run_dir}", "run.resume=true", "optim.lr=1e-5"))
+    assert load(run_dir / "config.resolved.yaml").optim.lr == tiny().optim.lr
 
 
 def test_resume_without_changes_keeps_one_configuration(tmp_path):

@@ -214,6 +214,23 @@ def test_a_file_that_is_no_gguf_is_one_clear_error(tmp_path):
         import_weights(tmp_path / "model.gguf", tmp_path / "out")
 
 
+@pytest.mark.parametrize("text", ["", "[]", ": :", "name: x\n", "rope_scaling: 5\n", "rope_scaling: {}\nunknown: 1\n"])
+def test_a_damaged_folder_of_imported_weights_is_one_clear_error(tmp_path, text):
+    import_weights(stored(tmp_path), tmp_path / "out")
+    (tmp_path / "out" / "model.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="out/model.yaml is not what te-plugin import-hf wrote"):
+        ImportedWeights(tmp_path / "out")
+
+
+@pytest.mark.parametrize("source", ["torch_source", "numpy_source"])
+def test_imported_weights_that_were_cut_are_one_clear_error(tmp_path, source):
+    import_weights(stored(tmp_path), tmp_path / "out")
+    path = tmp_path / "out" / "weights.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="weights.safetensors cannot be read: .*import the weights again"):
+        getattr(ImportedWeights(tmp_path / "out"), source)()("model.norm.weight")
+
+
 def test_a_folder_named_like_the_unfinished_one_is_not_removed(tmp_path):
     folder = stored(tmp_path)
     (tmp_path / "out.partial").mkdir()
