@@ -92,6 +92,7 @@ class _Run:
             token_hash=data.token_hash(),
         )
         self._require_same_rows()
+        self._tell_of_held_out_rows(data.val_rows)
         with writing(self.run_dir):
             if world.is_main:
                 (self.run_dir / VERDICT_FILE).unlink(missing_ok=True)  # from here on it is no longer that of the run
@@ -145,6 +146,12 @@ class _Run:
                     f"documents were added, removed or changed at data.path={self.cfg.data.path}, or the tokenizer or a setting "
                     f"of the data was. Restore them, or start a new run with run.init_from"
                 )
+
+    def _tell_of_held_out_rows(self, there: int) -> None:
+        asked = self.cfg.schedule.eval_rows
+        if self.world.is_main and self.cfg.schedule.eval_interval and asked > there:
+            what = f"is over all {there} rows there are" if there else "is not computed: there are no rows for it"
+            say(f"the held-out loss {what}; schedule.eval_rows={asked} asks for more, data.val_fraction makes more")
 
     @property
     def _data_hashes(self) -> dict[str, str]:

@@ -293,6 +293,17 @@ def test_a_run_is_not_continued_on_other_rows(small, tmp_path):
     assert [row["step"] for row in read_metrics(run)] == list(range(1, 11))
 
 
+@pytest.mark.parametrize("fraction,words", [("0.1", "over all"), ("0", "not computed")])
+def test_fewer_held_out_rows_than_asked_for_are_told(small, tmp_path, capsys, fraction, words):
+    options = [f"data.val_fraction={fraction}", "schedule.stop_after_steps=1"]
+    train(small(*options, "schedule.eval_rows=100000"), tmp_path / "many")
+    told = [line for line in capsys.readouterr().out.splitlines() if "held-out" in line]
+    assert len(told) == 1 and words in told[0] and "schedule.eval_rows=100000" in told[0]
+    if fraction != "0":
+        train(small(*options), tmp_path / "few")
+        assert "held-out" not in capsys.readouterr().out
+
+
 def test_a_run_without_held_out_documents_makes_no_evaluation_and_continues(small, tmp_path):
     run = tmp_path / "run"
     train(small("data.val_fraction=0", "schedule.stop_after_steps=4"), run)
