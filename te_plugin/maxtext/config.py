@@ -167,6 +167,11 @@ def _ignored(config):
         name for name in fields if name.startswith("te_plugin_") and getattr(config, name) != fields[name].default
     }
     changed.discard("te_plugin_segment_capacity")
+    if config.te_plugin_segment_capacity not in (0, _capacity(config)):
+        yield (
+            f"te_plugin_segment_capacity={config.te_plugin_segment_capacity} is made from max_segments_per_seq and packing; "
+            f"leave it out and set max_segments_per_seq"
+        )
     precision = precision_of(config.quantization)
     kind = numerics.scaling(precision) if precision else None
     about = {

@@ -36,6 +36,7 @@ def test_maxtexts_own_names_still_pass():
     (dict(attention="te_plugin", attn_logits_soft_cap=30.0), ["attn_logits_soft_cap=30", "soft cap"]),
     (dict(attention="te_plugin", attention_type="local_sliding", sliding_window_size=8), ["local_sliding", "global"]),
     (dict(attention="dot_product", te_plugin_softmax_scale=0.1), ["te_plugin_softmax_scale", "attention=te_plugin"]),
+    (dict(te_plugin_segment_capacity=3), ["te_plugin_segment_capacity=3", "max_segments_per_seq"]),
     (dict(quantization="te_plugin_fp8_current", te_plugin_amax_history_len=4), ["te_plugin_amax_history_len", "fp8_delayed"]),
     (dict(quantization="te_plugin_fp8_delayed", gradient_accumulation_steps=2), ["gradient_accumulation_steps=2", "fp8_delayed"]),
     (dict(quantization="te_plugin_fp8_current", use_qwix_quantization=True), ["use_qwix_quantization"]),
