@@ -293,7 +293,7 @@ def test_a_run_is_not_continued_on_other_rows(small, tmp_path):
     assert [row["step"] for row in read_metrics(run)] == list(range(1, 11))
 
 
-@pytest.mark.parametrize("fraction,words", [("0.1", "over all"), ("0", "not computed")])
+@pytest.mark.parametrize("fraction,words", [("0.005", "over all"), ("0", "not computed")])
 def test_fewer_held_out_rows_than_asked_for_are_told(small, tmp_path, capsys, fraction, words):
     options = [f"data.val_fraction={fraction}", "schedule.stop_after_steps=1"]
     train(small(*options, "schedule.eval_rows=100000"), tmp_path / "many")
