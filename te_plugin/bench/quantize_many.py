@@ -13,7 +13,6 @@ from te_plugin.bench import cuda
 from te_plugin.bench.harness import Row, interleaved, relative_error
 from te_plugin.torch import quantize_many
 
-TURN_MS = 20.0  # many calls in a row: the host makes the tensors of the next one while the GPU works, as in a training step
 MODELS = {
     "2 llama3.1-8B layers": [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)] * 2,
     "32 layers of hidden 576": [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 32,
@@ -29,7 +28,7 @@ def together(kind: str, seconds: float) -> list[Row]:
         scales = [torch.full((1,), 80.0, device="cuda") for _ in weights] if kind == "delayed" else None
         cast = functools.partial(quantize_many, weights, "e4m3", granularity, scales=scales, transpose=True)
         calls = {name: functools.partial(cast, kernel=name) for name in ("sm90", "separate")}
-        timings = interleaved(calls, seconds, device="cuda", turn_ms=TURN_MS)
+        timings = interleaved(calls, seconds, device="cuda")
         nbytes = 4 * sum(weight.numel() for weight in weights)
         for name, call in calls.items():
             first, took = call()[0], timings[name]
