@@ -24,15 +24,7 @@ def _visible(chosen: Plan, cu_q, cu_k, start_q, start_k, tokens_q: int, tokens_k
     if problem.mask == "causal_bottom_right":
         row = row + ((cu_k[1:] - cu_k[:-1]) - (cu_q[1:] - cu_q[:-1]))[jnp.maximum(seg_q, 0)]
     mask = (seg_q[:, None] == seg_k[None]) & (seg_q[:, None] >= 0)
-    delta = key[None] - row[:, None]
-    left, right = problem.window
-    if problem.mask != "none":
-        mask &= delta <= 0
-    if left >= 0:
-        mask &= delta >= -left
-    if right >= 0:
-        mask &= delta <= right
-    return mask
+    return problem.visible(mask, key[None] - row[:, None])
 
 
 def _probabilities(chosen: Plan, q, k, mask, lse=None):

@@ -78,9 +78,8 @@ def forward(plan: Plan, q, k, v, cu_q, cu_k, start_q, start_k):
     """out[Tq,H,D], lse[H,Tq]: the contract of the planned attention kernels."""
     if not plan.problem.segments or not q.size or not k.size:
         return jnp.zeros_like(q), jnp.full((q.shape[1], q.shape[0]), -jnp.inf, jnp.float32)
-    *sides, valid = _sides(q, k, cu_q, cu_k, start_q, start_k)
-    out, stats = _call(JAX_FORWARD, plan, sides, q, k, v, is_training=True)
-    of_q = sides[0]
+    of_q, of_kv, valid = _sides(q, k, cu_q, cu_k, start_q, start_k)
+    out, stats = _call(JAX_FORWARD, plan, (of_q, of_kv), q, k, v, is_training=True)
     lse = jnp.where(of_q.inside[:, None], stats[of_q.segment, :, of_q.place], -jnp.inf).T
     return of_q.fill(out[0], valid), lse
 
@@ -89,7 +88,7 @@ def backward(plan: Plan, dout, q, k, v, out, lse, cu_q, cu_k, start_q, start_k):
     """dq, dk, dv in the inputs' dtype: the contract of the planned attention kernels."""
     if not plan.problem.segments or not q.size or not k.size:
         return tuple(jnp.zeros_like(x) for x in (q, k, v))
-    (of_q, of_kv), valid = (made := _sides(q, k, cu_q, cu_k, start_q, start_k))[:2], made[2]
+    of_q, of_kv, valid = _sides(q, k, cu_q, cu_k, start_q, start_k)
     # cuDNN wants the log-sum-exp as it wrote it, a slot of T rows a segment: [N,H,T]. A row past the end has no probability.
     places = jnp.arange(q.shape[0], dtype=jnp.int32)
     rows = jnp.minimum(of_q.starts[:, None] + places, q.shape[0] - 1)

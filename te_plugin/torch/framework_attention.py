@@ -36,15 +36,7 @@ def visible(plan: Plan, cu_q, cu_k, start_q, start_k, tokens_q: int, tokens_kv: 
     if problem.mask == "causal_bottom_right":
         shift = (cu_k[1:] - cu_k[:-1]) - (cu_q[1:] - cu_q[:-1])
         row = pos_q + torch.where(seg_q >= 0, shift[seg_q.clamp(min=0).long()], 0) if shift.numel() else pos_q
-    delta = pos_k[None] - row[:, None]
-    left, right = problem.window
-    if problem.mask != "none":
-        mask &= delta <= 0
-    if left >= 0:
-        mask &= delta >= -left
-    if right >= 0:
-        mask &= delta <= right
-    return mask
+    return problem.visible(mask, pos_k[None] - row[:, None])
 
 
 def _check_segments(plan: Plan, cu_q, cu_k, start_q, start_k, tokens_q, tokens_kv) -> None:

@@ -71,6 +71,18 @@ class AttentionProblem:
         if any(side < -1 for side in self.window):
             raise ValueError(f"window {self.window} has a side below -1; -1 means no limit")
 
+    def visible(self, same, delta):
+        """Which keys rows see, bool arrays of any framework. same: they share a segment; delta: position of the key minus that of
+        the row, both in the segment."""
+        left, right = self.window
+        if self.mask != "none":
+            same = same & (delta <= 0)
+        if left >= 0:
+            same = same & (delta >= -left)
+        if right >= 0:
+            same = same & (delta <= right)
+        return same
+
     @property
     def scale(self) -> float:
         return self.softmax_scale if self.softmax_scale is not None else 1.0 / math.sqrt(self.head_dim)
