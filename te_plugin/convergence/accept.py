@@ -23,6 +23,7 @@ from typing import Any
 
 from te_plugin.config import Config, ConfigError, differences, load
 from te_plugin.config.sizes import parameter_count
+from te_plugin.convergence.compare import differing_hashes
 from te_plugin.convergence.statistics import median as median_of
 from te_plugin.convergence.statistics import paired_mean, slope, spikes
 from te_plugin.convergence.verdict import VERDICT_FILE, Verdict, read_json
@@ -269,10 +270,9 @@ def _contract_problem(cfg: Config, seeds: Sequence[Mapping[str, Arm]], saboteur:
             touched = [key for key in differences(configs["bf16"], configs[name]) if not key.startswith(TOGGLED)]
             if touched:
                 return f"{name} differs from bf16 in {', '.join(touched)}"
-            for key, what in (("order_hash", "data order"), ("token_hash", "text"), ("init_hash", "set of initial weights")):
-                mine, theirs = arm.environment.get(key), arms["bf16"].environment.get(key)
-                if mine != theirs and (key != "token_hash" or None not in (mine, theirs)):  # older runs have none
-                    return f"seed {index}: {name} has another {what} than bf16"
+            if unpaired := differing_hashes(arm.environment, arms["bf16"].environment):
+                what = {"order_hash": "data order", "token_hash": "text", "init_hash": "set of initial weights"}[unpaired[0]]
+                return f"seed {index}: {name} has another {what} than bf16"
             if problem := _rows_problem(name, arm, arms["bf16"]):
                 return f"seed {index}: {problem}"
     return None

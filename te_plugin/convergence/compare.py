@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,14 @@ class Comparison:
         return ["configured differently:", *found, f"loss gap over {len(self.steps)} common steps: {gap}", *self.notes]
 
 
+def differing_hashes(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The hashes of env.json in which two runs differ that have to be paired: rows, text, initial weights. Older runs have none
+    of their text, which is then taken for the same.
+    """
+    differ = [key for key in ("order_hash", "token_hash", "init_hash") if one.get(key) != other.get(key)]
+    return [key for key in differ if key != "token_hash" or None not in (one.get(key), other.get(key))]
+
+
 def compare_runs(a: Path | str, b: Path | str, out: Path | str | None = None) -> Comparison:
     """Compare two run directories; with `out`, write OUT/compare.json and OUT/compare.png.
 
@@ -71,13 +80,9 @@ def compare_runs(a: Path | str, b: Path | str, out: Path | str | None = None) ->
     gap = [g for _, g in common]
     if not all(math.isfinite(g) for g in gap):
         raise ValueError(f"{a} or {b} has a loss that is not finite: nothing to compare")
-    environments = [_environment(folder) for folder in (a, b)]
-    notes = [
-        f"{what} differs: the curves are not paired"
-        for key, what in (("order_hash", "data order"), ("token_hash", "the text"), ("init_hash", "initial weights"))
-        if environments[0].get(key) != environments[1].get(key)
-        and (key != "token_hash" or all(key in environment for environment in environments))  # older runs have none
-    ]
+    names = {"order_hash": "data order", "token_hash": "the text", "init_hash": "initial weights"}
+    unpaired = differing_hashes(_environment(a), _environment(b))
+    notes = [f"{names[key]} differs: the curves are not paired" for key in unpaired]
     config = differences(load(a / "config.resolved.yaml"), load(b / "config.resolved.yaml"))
     config.pop("run.dir", None)
     found = Comparison(config, [s for s, _ in common], gap, smoothed(gap), not notes, notes)
