@@ -131,7 +131,8 @@ class LinearState(nn.Module):
         layer whose weight changes though it never trains (an average of another's weights): no other forward moves its scales.
         """
         trains = needed or (grad_enabled and self.training)
-        if trains and not torch.compiler.is_compiling():
+        # Once a step: a module's attributes cost microseconds to set.
+        if trains and not torch.compiler.is_compiling() and (self._only_evaluated or not self._trained):
             self._trained, self._only_evaluated = True, False
         return trains or self._only_evaluated
 
